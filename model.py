@@ -1,0 +1,812 @@
+"""A language model from scratch, file 1 of 4: words, layers, two models, generating, saving.
+
+A model reads the beginning of a name and gives a probability to every character that could come
+next. Here are two: the MLP (embedding, batch norm, tanh, softmax) and a tiny GPT with its output
+tied to the embedding. Next, read backward.py: the same things in the same order, backwards.
+"""
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import unicodedata
+from math import exp, log, prod, sqrt
+
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # --threads split the batch, not each product
+
+import numba
+import numpy as np
+
+# The letters for sizes, in the tables of shapes and in the comment that ends a line:
+#
+#   V  vocabulary: characters, the boundary among them          27 for lowercase names
+#   T  context: how many characters a prediction may look at     3 in the MLP   16 in the GPT
+#   E  embedding: how many numbers stand for a character        10              64
+#   H  hidden units                                             64             256, 4E always
+#   L  layers of the GPT                                                         4
+#   A  attention heads, each E/A wide                                            4
+#   N  rows of a batch, one for each character to predict       32             230 or so
+#   P  pairs of a character with itself or one before it in its name          1000 or so
+#
+# Parameters with a capital letter (C, W1, ...) are matrices, the others (b1, gain, ...) vectors.
+
+
+class Refusal(Exception):
+    """Something that cannot be done; its text is one sentence that says why and what to do."""
+
+
+def command(main):
+    """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
+    def run(argv=None):
+        for stream in sys.stdout, sys.stderr:
+            if stream.isatty():
+                stream.reconfigure(errors='backslashreplace')
+            else:
+                stream.reconfigure(encoding='utf-8', errors='backslashreplace')
+        try:
+            status = main(argv)
+            sys.stdout.flush()
+            return status or 0
+        except Refusal as refusal:
+            print(f'{os.path.basename(sys.argv[0])}: {refusal}', file=sys.stderr)
+            return 2
+        except MemoryError:
+            print('not enough memory for a model or a batch of this size', file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:         # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+    return run
+
+
+# ---- Words, one a line of a text file
+
+def data_path(config):
+    """The data file of a configuration; where none was named, data/names.txt beside this file."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return config['data'] or os.path.join(here, 'data', 'names.txt')
+
+
+def read_lines(path):
+    """The lines of a UTF-8 file, in NFC and without spaces at the edges, and the file's sha256."""
+    try:
+        with open(path, 'rb') as file:
+            raw = file.read()
+    except OSError as error:
+        raise Refusal(f'cannot read {path}: {error.strerror}; give a text file, one word a line')
+    if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
+        raise Refusal(f'{path} is UTF-16; convert it, e.g. iconv -f UTF-16 -t UTF-8')
+    try:
+        text = raw.decode('utf-8').removeprefix('\ufeff')
+    except UnicodeDecodeError as error:
+        raise Refusal(f'{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; '
+                      'convert it, e.g. iconv -f LATIN1 -t UTF-8')
+    if '\0' in text:
+        raise Refusal(f'{path} is not a text file: it holds a NUL byte')
+    lines = re.split('\r\n|\r|\n', unicodedata.normalize('NFC', text))
+    return [line.strip(' \t') for line in lines], hashlib.sha256(raw).hexdigest()
+
+
+def make_vocabulary(words):
+    """All characters in sorted order, the id of each its place; id 0 is the boundary of words.
+
+    The boundary is written NUL, which no word holds and which sorts before every character.
+    """
+    return '\0' + ''.join(sorted(set().union(*words)))
+
+
+def encode(words, vocabulary, T):
+    """The ids of all words in one line, with T boundaries before each word and after the last."""
+    between = '\0' * T
+    text = between + between.join(words) + between
+    characters = np.frombuffer(vocabulary.encode('utf-32-le'), np.uint32)
+    return np.searchsorted(characters, np.frombuffer(text.encode('utf-32-le'), np.uint32))
+
+
+# What batches are made of: characters to predict for the MLP, whole names for the GPT.
+
+def mlp_examples(config, words, vocabulary):
+    """The line of ids, and the place in it of each character to predict, each word's end too."""
+    T = config['context']
+    line = encode(words, vocabulary, T)
+    return line, T + np.flatnonzero(line[T:] | line[T - 1:-1])
+
+
+def mlp_batch(config, examples, chosen):
+    """The T ids before each chosen place, and the id in it."""
+    line, places = examples
+    places = places[chosen]
+    X = line[places[..., None] + np.arange(-config['context'], 0)]              # (N, T)
+    Y = line[places]                                                            # (N,)
+    return X, Y
+
+
+def gpt_examples(config, words, vocabulary):
+    """The line of ids, where in it each word begins (the boundary before it), and the lengths."""
+    line = encode(words, vocabulary, 1)
+    boundaries = np.flatnonzero(line == 0)
+    return line, boundaries[:-1], np.diff(boundaries)
+
+
+def gpt_batch(config, examples, chosen):
+    """The chosen words end to end, each from the boundary before it.
+
+    `rows` numbers the rows, `first` is the number of the row where the name of each begins.
+    """
+    line, begins, lengths = examples
+    lengths = lengths[chosen]
+    first = np.repeat(lengths.cumsum() - lengths, lengths)                      # (N,)
+    rows = np.arange(len(first))                                                # (N,)
+    places = np.repeat(begins[chosen], lengths) + rows - first                  # (N,)
+    X = line[places][:, None]                                                   # (N, 1)
+    Y = line[places + 1]                                                        # (N,)
+    return X, Y, rows, first
+
+
+# ---- The MLP in single operations
+
+MLP_PARAMETERS = 'C', 'W1', 'b1', 'bngain', 'bnbias', 'W2', 'b2'
+
+
+def mlp_steps(p, X, Y):
+    """Mean loss of the MLP and all values on the way to it, one operation a line.
+
+    X (N,T) holds ids of context characters, Y (N,) of those that follow.
+    """
+    C, W1, b1, bngain, bnbias, W2, b2 = (p[name] for name in MLP_PARAMETERS)
+    n = len(X)
+
+    emb = C[X]                                             # (N, T, E)
+    embcat = emb.reshape(n, -1)                            # (N, T*E)
+    hprebn = embcat @ W1 + b1                              # (N, H)  b1: bnmeani takes it away
+    bnmeani = hprebn.sum(0, keepdims=True) / n             # (1, H)
+    bndiff = hprebn - bnmeani                              # (N, H)
+    bndiff2 = bndiff**2                                    # (N, H)
+    bnvar = bndiff2.sum(0, keepdims=True) / (n - 1)        # (1, H)  Bessel: unbiased by n - 1
+    bnvar_inv = (bnvar + 1e-5)**-0.5                       # (1, H)  1e-5: never divide by zero
+    bnraw = bndiff * bnvar_inv                             # (N, H)
+    hpreact = bngain * bnraw + bnbias                      # (N, H)
+    h = np.tanh(hpreact)                                   # (N, H)
+    logits = h @ W2 + b2                                   # (N, V)
+    logit_maxes = logits.max(1, keepdims=True)             # (N, 1)  subtracted: exp stays finite
+    norm_logits = logits - logit_maxes                     # (N, V)
+    counts = np.exp(norm_logits)                           # (N, V)
+    counts_sum = counts.sum(1, keepdims=True)              # (N, 1)
+    counts_sum_inv = counts_sum**-1                        # (N, 1)
+    probs = counts * counts_sum_inv                        # (N, V)
+    logprobs = np.log(probs)                               # (N, V)
+    loss = -logprobs[np.arange(n), Y].mean()
+
+    return loss, dict(
+        emb=emb, embcat=embcat, hprebn=hprebn, bnmeani=bnmeani, bndiff=bndiff, bndiff2=bndiff2,
+        bnvar=bnvar, bnvar_inv=bnvar_inv, bnraw=bnraw, hpreact=hpreact, h=h, logits=logits,
+        logit_maxes=logit_maxes, norm_logits=norm_logits, counts=counts, counts_sum=counts_sum,
+        counts_sum_inv=counts_sum_inv, probs=probs, logprobs=logprobs)
+
+
+# ---- Layers
+#
+# A layer reads its first arguments and fills its last ones, which exist already: nothing is
+# allocated while training. Matrix products and tanh of whole arrays are NumPy's. The rest, which
+# in NumPy would be several passes over memory, are kernels: loops that Numba compiles when first
+# called, in float32 to train and in float64 to prove. x.dtype.type(0) is a zero of x's own kind.
+# The fastmath flags let loops be vectorized and leave NaN and infinity as they are.
+
+def kernel(function):
+    """Compile by Numba, and keep the machine code on disk if there is a place to write it."""
+    options = dict(nogil=True, error_model='numpy', fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
+
+@kernel
+def embedding(C, X, emb):
+    """emb[k, j] = C[X[k, j]]: a copy of one row of C (V,E) for each id in X (N,T)."""
+    N, T = X.shape
+    for k in range(N):
+        for j in range(T):
+            for e in range(C.shape[1]):
+                emb[k, j, e] = C[X[k, j], e]
+
+
+@kernel
+def positions(P, rows, first, x):
+    """x[i] += P[rows[i] - first[i]]: where in its name each row of x (N,E) stands."""
+    for i in range(x.shape[0]):
+        for e in range(x.shape[1]):
+            x[i, e] += P[rows[i] - first[i], e]
+
+
+@kernel
+def add_bias(b, y):
+    """y[i] += b for every row of y (N,O)."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] += b[j]
+
+
+def linear(x, W, b, y):
+    """y = x W + b: (N,I) (I,O) (O,) -> (N,O); b may be None. Source: A.5."""
+    np.dot(x, W, out=y)                                    # (N, O)
+    if b is not None:
+        add_bias(b, y)                                     # (N, O)
+
+
+@kernel
+def batchnorm(x, gain, bias, raw, var_inv, y):
+    """Each column of x (N,H) to mean 0 and variance 1, times gain, plus bias -> y (N,H)."""
+    N, H = x.shape
+    mean = np.zeros(H, x.dtype)
+    for i in range(N):
+        for j in range(H):
+            mean[j] += x[i, j]
+    mean /= x.dtype.type(N)
+    var = np.zeros(H, x.dtype)
+    for i in range(N):
+        for j in range(H):
+            raw[i, j] = x[i, j] - mean[j]
+            var[j] += raw[i, j] * raw[i, j]
+    for j in range(H):
+        var_inv[j] = 1 / sqrt(var[j] / (N - 1) + 1e-5)     # Bessel, as in the column
+    for i in range(N):
+        for j in range(H):
+            raw[i, j] *= var_inv[j]
+            y[i, j] = gain[j] * raw[i, j] + bias[j]
+
+
+@kernel
+def rmsnorm(x, gain, raw, rms_inv, y):
+    """Each row of x (N,E) over its root mean square, times gain (E,) -> y (N,E). Source: A.4."""
+    N, E = x.shape
+    for i in range(N):
+        square = x.dtype.type(0)
+        for j in range(E):
+            square += x[i, j] * x[i, j]
+        rms_inv[i] = 1 / sqrt(square / E + 1e-5)
+        for j in range(E):
+            raw[i, j] = x[i, j] * rms_inv[i]
+            y[i, j] = gain[j] * raw[i, j]
+
+
+@kernel
+def layernorm(x, gain, raw, std_inv, y):
+    """Each row of x (N,E) to mean 0 and variance 1, times gain (E,) -> y (N,E). Source: A.4."""
+    N, E = x.shape
+    for i in range(N):
+        mean = x.dtype.type(0)
+        for j in range(E):
+            mean += x[i, j]
+        mean /= x.dtype.type(E)
+        square = x.dtype.type(0)
+        for j in range(E):
+            raw[i, j] = x[i, j] - mean
+            square += raw[i, j] * raw[i, j]
+        std_inv[i] = 1 / sqrt(square / E + 1e-5)           # n here, as LayerNorm is defined
+        for j in range(E):
+            raw[i, j] *= std_inv[i]
+            y[i, j] = gain[j] * raw[i, j]
+
+
+NORMS = dict(rmsnorm=rmsnorm, layernorm=layernorm)
+
+
+# Six activations, y = f(x), in one form: `s` keeps what the backward pass would compute again.
+# The sigmoid is written with tanh, which cannot overflow: 1 / (1 + e^-x) = (1 + tanh(x/2)) / 2.
+
+def tanh(x, s, y):
+    """Source: A.1."""
+    np.tanh(x, out=y)
+
+
+def sigmoid(x, s, y):
+    """Source: A.1."""
+    np.multiply(x, 0.5, out=y)
+    np.tanh(y, out=y)
+    y += 1
+    y *= 0.5
+
+
+@kernel
+def relu(x, s, y):
+    """max(0, x). Source: A.1."""
+    zero = x.dtype.type(0)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            y[i, j] = max(x[i, j], zero)
+
+
+@kernel
+def leaky_relu(x, s, y):
+    """max(0.01 x, x). Source: A.1."""
+    slope = x.dtype.type(0.01)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            y[i, j] = max(slope * x[i, j], x[i, j])
+
+
+def silu(x, s, y):
+    """x sigmoid(x), s = sigmoid(x). Source: A.1."""
+    sigmoid(x, None, s)
+    np.multiply(x, s, out=y)
+
+
+GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
+
+
+@kernel
+def gelu_inner(x, u):
+    c, ca = x.dtype.type(GELU_C), x.dtype.type(GELU_C * GELU_A)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            u[i, j] = x[i, j] * (c + ca * x[i, j] * x[i, j])
+
+
+@kernel
+def gelu_outer(x, s, y):
+    half = x.dtype.type(0.5)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            y[i, j] = half * x[i, j] + half * x[i, j] * s[i, j]
+
+
+def gelu(x, s, y):
+    """x (1 + tanh u) / 2 with u = c (x + a x^3), s = tanh u. Source: A.2."""
+    gelu_inner(x, s)
+    np.tanh(s, out=s)
+    gelu_outer(x, s, y)
+
+
+ACTIVATIONS = dict(tanh=tanh, sigmoid=sigmoid, relu=relu, leaky_relu=leaky_relu, silu=silu,
+                   gelu=gelu)
+
+
+@kernel
+def softmax(z, probs):
+    """e^z over the sum of e^z, of one row; returns the logarithm of that sum. Source: A.3."""
+    largest = z.max()                                      # subtracted, so that exp stays finite
+    total = z.dtype.type(0)
+    for j in range(len(z)):
+        probs[j] = exp(z[j] - largest)
+        total += probs[j]
+    for j in range(len(z)):
+        probs[j] /= total
+    return largest + log(total)
+
+
+@kernel
+def attention(qkv, rows, first, weights, ctx):
+    """What each row gathers from the rows of its name, itself the last of them. Source: A.5.
+
+    A row of qkv (.,3E) is a query, a key and a value; rows (N,) tells which rows ask, first (N,)
+    where the names of these begin. Fills ctx (N,E), and weights (A,P): the softmaxes, one behind
+    the other. It loops only as far as the diagonal, so no mask exists.
+    """
+    N, E = ctx.shape
+    A = len(weights)
+    S = E // A
+    scale = ctx.dtype.type(1 / sqrt(S))
+    pair = 0
+    for i in range(N):
+        seen = rows[i] - first[i] + 1
+        for a in range(A):
+            q = qkv[rows[i], a*S:a*S + S]
+            w = weights[a, pair:pair + seen]
+            for j in range(seen):
+                k = qkv[first[i] + j, E + a*S:E + a*S + S]
+                score = ctx.dtype.type(0)
+                for e in range(S):
+                    score += q[e] * k[e]
+                w[j] = score * scale
+            softmax(w, w)
+            c = ctx[i, a*S:a*S + S]
+            c[:] = 0
+            for j in range(seen):
+                v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S]
+                for e in range(S):
+                    c[e] += w[j] * v[e]
+        pair += seen
+
+
+def residual(x, branch):
+    """x += branch, both (N,E). Source: A.6."""
+    np.add(x, branch, out=x)
+
+
+def dropout(x, masks, place):
+    """x *= masks[place]: zero for what is dropped, 1/(1 - rate) for the rest; None drops nothing."""
+    if masks is not None:
+        x *= masks[place]                                  # (N, E)
+
+
+def head(x, C, logits):
+    """logits (N,V): each row of x (N,E) compared with every row of the table C (V,E). Source: A.6."""
+    np.dot(x, C.T, out=logits)                             # (N, V)
+
+
+@kernel
+def cross_entropy(logits, Y, probs):
+    """Mean over rows of -ln softmax(logits)[Y], in nats; probs (N,V) = softmax. Source: A.3."""
+    N, V = logits.shape
+    loss = 0.
+    for i in range(N):
+        loss += softmax(logits[i], probs[i]) - logits[i, Y[i]]
+    return loss / N
+
+
+# ---- Configuration: what is chosen when a model is made, and what it is if nothing is typed
+
+CHOICES = dict(
+    mlp=dict(context=3, embd=10, hidden=64, act='tanh', batchnorm=True, init='kaiming'),
+    gpt=dict(context=0, embd=64, layers=4, heads=4, norm='rmsnorm', act='gelu', init='kaiming'))
+
+
+def number(kind, low, high=2**31):
+    """A function that reads a whole (int) or any (float) number from low to high."""
+    def read(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            what = 'a whole number' if kind is int else 'a number'
+            bounds = f'from {low:g} to {high:g}' if high < 2**31 else f'of at least {low:g}'
+            raise argparse.ArgumentTypeError(f'{text!r} is not {what} {bounds}')
+        return value
+    return read
+
+
+def one_of(*values):
+    """A function that reads one of the values."""
+    def read(text):
+        if text not in map(str, values):
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, values))}")
+        return next(value for value in values if str(value) == text)
+    return read
+
+
+RULES = dict(
+    model=one_of(*CHOICES), context=number(int, 1), embd=number(int, 1), hidden=number(int, 1),
+    layers=number(int, 1), heads=number(int, 1), act=one_of(*ACTIVATIONS), norm=one_of(*NORMS),
+    batchnorm=one_of(True, False), init=one_of('kaiming', 'naive'))
+
+
+def add_flag(group, rules, name, metavar, text):
+    """A flag --name that leaves no trace in the result where it is not typed."""
+    flag = '--' + name.replace('_', '-')
+    group.add_argument(flag, type=rules[name], metavar=metavar, help=text, default=argparse.SUPPRESS)
+
+
+def add_model_flags(parser):
+    group = parser.add_argument_group('the model')
+    for name, metavar, text in (
+            ('model', '{mlp,gpt}', 'which one (mlp)'),
+            ('context', 'N', 'how many characters it looks at (mlp 3; gpt: so that all words fit)'),
+            ('embd', 'N', 'width of the embedding (mlp 10; gpt 64)'),
+            ('hidden', 'N', 'mlp: hidden units (64)'),
+            ('layers', 'N', 'gpt: layers (4)'),
+            ('heads', 'N', 'gpt: attention heads (4)'),
+            ('act', 'NAME', f"activation: {', '.join(ACTIVATIONS)} (mlp tanh; gpt gelu)"),
+            ('norm', 'NAME', 'gpt: rmsnorm or layernorm (rmsnorm)'),
+            ('init', 'NAME', 'first values: kaiming, or naive: all of them N(0,1) (kaiming)')):
+        add_flag(group, RULES, name, metavar, text)
+    group.add_argument('--no-batchnorm', dest='batchnorm', action='store_false',
+                       default=argparse.SUPPRESS, help='mlp: without batch norm')
+
+
+def check_rules(config, rules, names):
+    """Read the named entries of a stored configuration as if they were typed."""
+    for name in names:
+        config[name] = rules[name](str(config[name]))
+
+
+def configure(typed, choices):
+    """What was typed over the model's choices; refuses a flag that means nothing to the model."""
+    model = typed.get('model', 'mlp')
+    for name in typed.keys() - choices[model].keys() - {'model'}:
+        flag = '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
+        raise Refusal(f'{flag} means nothing to --model {model}: leave it out')
+    config = {'model': model, **choices[model], **typed}
+    if model == 'gpt' and config['embd'] % config['heads']:
+        raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
+                      'each head takes an equal share of the embedding')
+    return config
+
+
+# ---- The two models, each a straight line of layers
+#
+# `config` is a dict of sizes and choices, `p` holds the parameters by name, `a` the activations.
+# Each is a table of shapes, laid over one flat vector: so an optimizer is a loop over a vector.
+
+def views(shapes, flat):
+    """Arrays of the given shapes by name, side by side in a flat vector that is long enough."""
+    arrays, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + prod(shape)
+        arrays[name] = flat[begin:end].reshape(shape)
+    return arrays
+
+
+def mlp_parameters(config):
+    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
+    gain_and_bias = dict(bngain=(H,), bnbias=(H,)) if config['batchnorm'] else {}
+    return dict(C=(V, E), W1=(T*E, H), b1=(H,), **gain_and_bias, W2=(H, V), b2=(V,))
+
+
+def mlp_activations(config, N, P=0):
+    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
+    return dict(emb=(N, T, E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
+                s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
+
+
+def mlp(config, p, batch, a, statistics=None):
+    """Fill the activations, return the mean loss of a batch X (N,T), Y (N,).
+
+    Batch norm takes mean and variance from the batch, or from `statistics` where they are given.
+    """
+    X, Y = batch
+    embcat = a['emb'].reshape(len(X), -1)                                       # (N, T*E)
+    embedding(p['C'], X, a['emb'])                                              # (N, T, E)
+    linear(embcat, p['W1'], p['b1'], a['hprebn'])                               # (N, H)
+    if not config['batchnorm']:
+        a['hpreact'] = a['hprebn']                                              # (N, H)
+    elif statistics:
+        scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)               # (H,)
+        a['hpreact'][:] = scale * (a['hprebn'] - statistics['bnmean']) + p['bnbias']    # (N, H)
+    else:
+        batchnorm(a['hprebn'], p['bngain'], p['bnbias'], a['bnraw'], a['bnvar_inv'], a['hpreact'])
+    ACTIVATIONS[config['act']](a['hpreact'], a['s'], a['h'])                    # (N, H)
+    linear(a['h'], p['W2'], p['b2'], a['logits'])                               # (N, V)
+    return cross_entropy(a['logits'], Y, a['probs'])
+
+
+def gpt_parameters(config):
+    V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
+    return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
+                Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
+
+
+def gpt_activations(config, N, P):
+    V, E, L, A = (config[size] for size in ('vocabulary', 'embd', 'layers', 'heads'))
+    return dict(emb=(N, 1, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
+                qkv=(L, N, 3*E), weights=(L, A, P), ctx=(L, N, E), up=(L, N, 4*E), s=(L, N, 4*E),
+                h=(L, N, 4*E), branch=(N, E), logits=(N, V), probs=(N, V))
+
+
+def gpt(config, p, batch, a, masks=None, memory=None):
+    """Fill the activations, return the mean loss of a batch X (N,1), Y, rows, first (N,).
+
+    `masks` (2L+1,N,E), where given, are the factors of dropout. `memory` (L,.,3E), where given,
+    keeps queries, keys and values from call to call, so that a name can be read bit by bit.
+    """
+    X, Y, rows, first = batch
+    norm, act = NORMS[config['norm']], ACTIVATIONS[config['act']]
+    x, branch = a['emb'][:, 0], a['branch']                                     # (N, E)
+    embedding(p['C'], X, a['emb'])                                              # (N, 1, E)
+    positions(p['P'], rows, first, x)                                           # (N, E)
+    dropout(x, masks, -1)
+    for l in range(config['layers']):
+        i, j = 2*l, 2*l + 1
+        norm(x, p['gain'][i], a['raw'][i], a['inv'][i], a['normed'][i])         # (N, E)
+        linear(a['normed'][i], p['Wqkv'][l], None, a['qkv'][l])                 # (N, 3*E)
+        qkv = a['qkv'][l]                                                       # (N, 3*E)
+        if memory is not None:
+            memory[l, rows], qkv = qkv, memory[l]
+        attention(qkv, rows, first, a['weights'][l], a['ctx'][l])               # (N, E)
+        linear(a['ctx'][l], p['Wo'][l], None, branch)                           # (N, E)
+        dropout(branch, masks, i)
+        residual(x, branch)
+        norm(x, p['gain'][j], a['raw'][j], a['inv'][j], a['normed'][j])         # (N, E)
+        linear(a['normed'][j], p['Wup'][l], None, a['up'][l])                   # (N, 4*E)
+        act(a['up'][l], a['s'][l], a['h'][l])                                   # (N, 4*E)
+        linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
+        dropout(branch, masks, j)
+        residual(x, branch)
+    norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
+    head(a['normed'][-1], p['C'], a['logits'])                                  # (N, V)
+    return cross_entropy(a['logits'], Y, a['probs'])
+
+
+PARAMETERS = dict(mlp=mlp_parameters, gpt=gpt_parameters)
+ACTIVITY = dict(mlp=mlp_activations, gpt=gpt_activations)
+EXAMPLES = dict(mlp=mlp_examples, gpt=gpt_examples)
+BATCH = dict(mlp=mlp_batch, gpt=gpt_batch)
+FORWARD = dict(mlp=mlp, gpt=gpt)
+
+
+def make_parameters(config, rng, dtype=np.float32):
+    """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
+
+    Kaiming's rule: a spread of gain / sqrt(inputs) keeps the size of what flows through. The last
+    layer starts small, so that the first loss is ln(V): every character is as likely as another.
+    """
+    shapes = PARAMETERS[config['model']](config)
+    flat = np.empty(sum(map(prod, shapes.values())), dtype)
+    gain = 5/3 if config['act'] == 'tanh' else sqrt(2)
+    if config['model'] == 'mlp':
+        spread = dict(C=1, W1=gain, W2=0.2)
+    else:
+        ends = 1 / sqrt(2*config['layers'])                # 2L branches add up to one stream
+        spread = dict(C=0.05 * sqrt(config['vocabulary']), P=0.05 * sqrt(config['context']),
+                      Wqkv=1, Wo=ends, Wup=1, Wdown=ends)
+    for name, w in views(shapes, flat).items():
+        if name in ('gain', 'bngain'):
+            w[:] = 1
+        elif config['init'] == 'naive':
+            w[:] = rng.standard_normal(w.shape)
+        elif name in spread:
+            inputs = 1 if name == 'C' and config['model'] == 'mlp' else w.shape[-2]
+            w[:] = spread[name] / sqrt(inputs) * rng.standard_normal(w.shape)
+        else:
+            w[:] = 0
+    return flat
+
+
+# ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
+
+def predict(model, batch, memory=None):
+    """Mean loss of a batch and the activations, as when sampling: no dropout, fixed statistics."""
+    config, p = model['config'], model['p']
+    N = len(batch[1])
+    P = 0 if config['model'] == 'mlp' else int((batch[2] - batch[3] + 1).sum())
+    shapes = ACTIVITY[config['model']](config, N, P)
+    a = views(shapes, np.empty(sum(map(prod, shapes.values())), p['C'].dtype))
+    if config['model'] == 'mlp':
+        return mlp(config, p, batch, a, model['statistics']), a
+    return gpt(config, p, batch, a, memory=memory), a
+
+
+def batchnorm_statistics(config, p, examples):
+    """Mean and variance of hprebn over all examples, in blocks: exact, and no state to keep."""
+    total, square, N = 0, 0, len(examples[1])
+    for begin in range(0, N, 4096):
+        X, Y = mlp_batch(config, examples, slice(begin, begin + 4096))
+        hprebn = p['C'][X].reshape(len(X), -1) @ p['W1'] + p['b1']              # (N, H)
+        total = total + hprebn.sum(0, dtype=np.float64)                         # (H,)
+        square = square + (hprebn.astype(np.float64)**2).sum(0)                 # (H,)
+    mean = total / N                                                            # (H,)
+    var = np.maximum(square - N * mean**2, 0) / (N - 1)                         # (H,)
+    return dict(bnmean=mean.astype(p['C'].dtype), bnvar=var.astype(p['C'].dtype))
+
+
+def choose(logits, u, temperature, top_k, top_p):
+    """An id for each row of logits (n,V); the number u (n,) from 0 to 1 decides which."""
+    if temperature < 1e-9 or top_k == 1:
+        return logits.argmax(1)
+    order = np.argsort(-logits, axis=1, kind='stable')                          # (n, V)
+    z = np.take_along_axis(logits, order, 1).astype(np.float64)                 # (n, V)
+    weights = np.exp((z - z[:, :1]) / temperature)                              # (n, V)
+    if top_k:
+        weights[:, top_k:] = 0
+    below = weights.cumsum(1) - weights                                         # (n, V)
+    if 0 < top_p < 1:
+        weights[below >= top_p * weights.sum(1, keepdims=True)] = 0
+    ends = weights.cumsum(1)                                                    # (n, V)
+    place = (ends <= u[:, None] * ends[:, -1:]).sum(1)                          # (n,)
+    return order[np.arange(len(order)), place]
+
+
+def generate(model, n, rng, temperature=1., top_k=0, top_p=1., prefix='', max_len=None):
+    """n names, each character of all of them at once; none is empty or longer than max_len."""
+    config, vocabulary = model['config'], model['vocabulary']
+    T, prefix = config['context'], encode([prefix], vocabulary, 0)
+    longest = max_len or len(prefix) + config['longest']
+    if config['model'] == 'gpt':
+        longest = min(longest, T - 1)                      # there is no T-th position to go on from
+    ids = np.zeros((n, T + longest), np.int64)
+    alive = np.arange(n)
+    memory = None
+    if config['model'] == 'gpt':
+        memory = np.empty((config['layers'], n*T, 3*config['embd']), model['p']['C'].dtype)
+    for t in range(longest):
+        Y = np.zeros(len(alive), np.int64)                 # not known, and its loss not looked at
+        if config['model'] == 'mlp':
+            batch = ids[alive, t:t + T], Y
+        else:
+            batch = ids[alive, T + t - 1:T + t], Y, alive*T + t, alive*T
+        logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
+        if t < len(prefix):
+            chosen = prefix[t]
+        else:
+            if t == 0:
+                logits[:, 0] = -np.inf                     # no name is empty
+            chosen = choose(logits, rng.random(n)[alive], temperature, top_k, top_p)
+        ids[alive, T + t] = chosen
+        alive = alive[ids[alive, T + t] != 0]
+        if not len(alive):
+            break
+    return [''.join(vocabulary[i] for i in row if i) for row in ids]
+
+
+def score(model, words):
+    """The log-probability of each word, its end included, in nats."""
+    kind = model['config']['model']
+    examples = EXAMPLES[kind](model['config'], words, model['vocabulary'])
+    rows = np.cumsum([0] + [len(word) + 1 for word in words])
+    units = rows[-1] if kind == 'mlp' else len(words)
+    batch = BATCH[kind](model['config'], examples, np.arange(units))
+    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (N, V)
+    z -= z.max(1, keepdims=True)
+    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (N,)
+    return np.add.reduceat(logprobs, rows[:-1])
+
+
+# ---- Checkpoints: one .npz, nothing pickled, with all that sampling and going on training need
+
+FORMAT = 1
+
+
+def save(path, state, aside=None):
+    """Write a training state; at every moment path holds the whole old file or the whole new one.
+
+    The old file stays under the name `aside`, if that is given.
+    """
+    arrays = dict(
+        format=np.array(FORMAT), config=np.array(json.dumps(state['config'], sort_keys=True)),
+        vocabulary=np.array([ord(character) for character in state['vocabulary']]),
+        step=np.array(state['step']), best_step=np.array(state['best_step']),
+        history=np.array(state['history'], np.float64).reshape(-1, 3), moments=state['moments'])
+    for kind in ('best', 'latest'):
+        for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
+            arrays[f'{kind}.{name}'] = array
+    try:
+        with open(f'{path}.tmp', 'wb') as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        if aside:
+            os.link(path, aside)
+        os.replace(f'{path}.tmp', path)
+    except OSError as error:
+        raise Refusal(f'cannot write {path}: {error.strerror}; what stood there before still does')
+
+
+def load(path):
+    """The training state in a checkpoint; refuses one that is not in order in every detail."""
+    def expect(condition, what):
+        if not condition:
+            raise Refusal(f'{path} is not a checkpoint in good order: {what}')
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise Refusal(f'cannot read {path}: {error.strerror or error}')
+    except Exception as error:          # a damaged file fails in a dozen ways within zip and npy
+        raise Refusal(f'{path} is not a checkpoint, or not all of one: {error}')
+    try:
+        version = int(arrays['format'])
+        expect(version <= FORMAT, f'its format is {version}, newer than {FORMAT}, known here')
+        config = json.loads(str(arrays['config']))
+        check_rules(config, {**RULES, 'longest': number(int, 1)},
+                    ['model', 'longest', *CHOICES[config['model']]])
+        ids = arrays['vocabulary']
+        expect(ids.ndim == 1 and ids[0] == 0 and (np.diff(ids) > 0).all(), 'its vocabulary is not')
+        expect(config['vocabulary'] == len(ids), 'its vocabulary has another size')
+        state = dict(
+            config=config, vocabulary=''.join(map(chr, ids)), moments=arrays['moments'],
+            step=int(arrays['step']), best_step=int(arrays['best_step']),
+            history=arrays['history'].tolist())
+        shapes = PARAMETERS[config['model']](config)
+        size = sum(map(prod, shapes.values()))
+        expect(arrays['history'].shape[1:] == (3,), 'its history is not of three columns')
+        expect(arrays['moments'].shape[1:] == (size,), 'the state of its optimizer does not fit')
+        fixed = dict(bnmean=shapes['b1'], bnvar=shapes['b1']) if config.get('batchnorm') else {}
+        for kind in ('best', 'latest'):
+            p = views(shapes, np.empty(size, np.float32))
+            statistics = {name: np.empty(shape, np.float32) for name, shape in fixed.items()}
+            for name, array in {**p, **statistics}.items():
+                stored = arrays[f'{kind}.{name}']
+                expect(stored.shape == array.shape, f'{kind}.{name} has shape {stored.shape}')
+                array[:] = stored
+            state[kind] = dict(p=p, statistics=statistics)
+        for name, array in arrays.items():
+            expect(array.dtype.kind != 'f' or np.isfinite(array).all(), f'{name} is not finite')
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError,
+            argparse.ArgumentTypeError) as error:
+        expect(False, f'{type(error).__name__} {error}')
+    return state

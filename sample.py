@@ -1,0 +1,145 @@
+"""A language model from scratch, file 4 of 4: invents names, or scores given ones.
+
+python sample.py takes the newest checkpoint in out/. Names go to standard output, one a line and
+nothing else; what is meant for people goes to standard error.
+"""
+import argparse
+import glob
+import json
+import math
+import os
+import sys
+import unicodedata
+
+import model as m
+from model import Refusal, number
+
+import numpy as np
+
+
+def text(argument):
+    """What was typed, taken as UTF-8 whatever the locale, in NFC as the data is."""
+    try:
+        return unicodedata.normalize('NFC', os.fsencode(argument).decode('utf-8'))
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError('it is not UTF-8')
+
+
+def read_command_line(argv):
+    parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
+    flag = parser.add_argument
+    flag('checkpoint', nargs='?', metavar='CHECKPOINT', help='default: the newest in out/')
+    flag('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
+    flag('--seed', type=number(int, 0), default=0, metavar='N', help='same seed, same names (0)')
+    flag('--temperature', type=number(float, 0), default=1., metavar='F',
+         help='below 1 plainer, above 1 wilder, 0 always the likeliest (1)')
+    flag('--top-k', type=number(int, 0), default=0, metavar='N',
+         help='only from the N likeliest characters, 0: from all (0)')
+    flag('--top-p', type=number(float, 0), default=0., metavar='F',
+         help='only from the likeliest that have this probability together, 0: from all (0)')
+    flag('--prefix', type=text, default='', metavar='TEXT',
+         help='how each name begins; --prefix=-x for one that begins with a dash')
+    flag('--max-len', type=number(int, 1), metavar='N', help='where a name is cut off')
+    flag('--unique', action='store_true', help='no name twice')
+    flag('--new', action='store_true', help='no name that stands in the data')
+    flag('--score', type=text, nargs='+', metavar='WORD',
+         help='print log-probability in nats, the same per character, and perplexity instead')
+    flag('--json', action='store_true', help='one JSON object a line')
+    return parser.parse_args(argv)
+
+
+def newest():
+    """The checkpoint in out/ that was written last."""
+    found = glob.glob(os.path.join('out', '*.npz'))
+    if not found:
+        raise Refusal('there is no checkpoint in out/: run train.py first, or name one')
+    return max(found, key=os.path.getmtime)
+
+
+def check_text(model, what, word):
+    """Refuse a text that the model cannot read."""
+    unknown = sorted(set(word) - set(model['vocabulary'][1:]))
+    if unknown:
+        raise Refusal(f"{what} {word!r}: the model has never seen {', '.join(map(repr, unknown))}")
+    longest = model['config']['context'] - 1
+    if model['config']['model'] == 'gpt' and len(word) > longest:
+        raise Refusal(f'{what} {word!r} has {len(word)} characters, this model reads {longest}')
+
+
+def read_data(config):
+    """The words of the data file as a set, or None if it is not there or not the same any more."""
+    try:
+        lines, sha256 = m.read_lines(m.data_path(config))
+    except Refusal:
+        return None
+    return set(lines) if sha256 == config['sha256'] else None
+
+
+def print_scores(model, words, as_json):
+    for word in words:
+        if not word:
+            raise Refusal('--score takes words of at least one character')
+        check_text(model, '--score', word)
+    for word, logprob in zip(words, m.score(model, words)):
+        per_char = logprob / (len(word) + 1)               # its end is a character too
+        numbers = dict(logprob=logprob, per_char=per_char, perplexity=math.exp(-per_char))
+        if as_json:
+            print(json.dumps(dict(word=word, **numbers), ensure_ascii=False))
+        else:
+            print(word, *(f'{number:.4f}' for number in numbers.values()), sep='\t')
+
+
+def print_names(model, args, known):
+    """Print up to args.n names; `known` are the words of the data, or None."""
+    rng = np.random.default_rng(args.seed)
+    printed, seen, in_data, tried = 0, set(), 0, 0
+    terminal = sys.stdout.isatty()
+    while printed < args.n and tried < 1000 + 100 * args.n:
+        size = min(1000, args.n - printed if not (args.unique or args.new) else 1000)
+        names = m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,
+                           args.prefix, args.max_len)
+        tried += size
+        logprobs = m.score(model, names) if args.json else names
+        for name, logprob in zip(names, logprobs):
+            old = name in known if known is not None else None
+            if printed == args.n or args.unique and name in seen or args.new and old:
+                continue
+            seen.add(name)
+            printed += 1
+            in_data += bool(old)
+            if args.json:
+                print(json.dumps(dict(name=name, logprob=logprob, in_data=old), ensure_ascii=False))
+            else:
+                print(f'{name}  (in the data)' if old and terminal else name)
+    if printed < args.n:
+        print(f'only {printed} such names among {tried} tried', file=sys.stderr)
+    if terminal and known is not None:
+        print(f'{in_data} of {printed} names stand in the data', file=sys.stderr)
+
+
+@m.command
+def main(argv=None):
+    args = read_command_line(argv)
+    path = args.checkpoint or newest()
+    state = m.load(path)
+    config = state['config']
+    model = {**state['best'], 'config': config, 'vocabulary': state['vocabulary']}
+    known = read_data(config)
+    dev = {step: dev for step, _, dev in state['history']}.get(state['best_step'])
+    print(f"{path}: {config['model']}, step {state['best_step'] if dev else state['step']}, "
+          + (f'dev loss {dev:.4f}' if dev else 'not evaluated yet'), file=sys.stderr)
+    if args.score:
+        print_scores(model, args.score, args.json)
+        return
+    check_text(model, '--prefix', args.prefix)
+    if args.max_len and args.max_len < len(args.prefix):
+        raise Refusal(f'--max-len {args.max_len} is shorter than the {len(args.prefix)} characters '
+                      f'of --prefix {args.prefix!r}')
+    if args.new and known is None:
+        raise Refusal(f'--new: {m.data_path(config)}, which the model learnt from, is not there '
+                      'or has changed')
+    print_names(model, args, known)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
