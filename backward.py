@@ -5,6 +5,7 @@ by X, and has exactly the shape of X. The first contribution to a gradient is wr
 each later one with +=. Run as a script, this file proves itself: python backward.py.
 """
 import argparse
+import inspect
 import sys
 from math import sqrt
 
@@ -188,46 +189,32 @@ def tanh_backward(dy, x, s, y, dx):
             dx[i, j] = dy[i, j] * (one - y[i, j] * y[i, j])
 
 
-@kernel
 def sigmoid_backward(dy, x, s, y, dx):
     """dy sigmoid(x) (1 - sigmoid(x)). Source: A.1."""
-    one = dy.dtype.type(1)
-    for i in range(dy.shape[0]):
-        for j in range(dy.shape[1]):
-            dx[i, j] = dy[i, j] * y[i, j] * (one - y[i, j])
+    np.multiply(dy, y * (1 - y), out=dx)                   # (N, H)
 
 
-@kernel
 def relu_backward(dy, x, s, y, dx):
-    """dy where x > 0, else 0; at zero, where there is no derivative, 0 too. Source: A.1."""
-    zero = dy.dtype.type(0)
-    for i in range(dy.shape[0]):
-        for j in range(dy.shape[1]):
-            dx[i, j] = dy[i, j] if x[i, j] > zero else zero
+    """dy where x > 0, else 0; at 0, where there is no derivative, 0 too. Source: A.1."""
+    np.multiply(dy, x > 0, out=dx)                         # (N, H)
 
 
-@kernel
 def leaky_relu_backward(dy, x, s, y, dx):
     """dy where x > 0, else 0.01 dy. Source: A.1."""
-    zero = dy.dtype.type(0)
-    slope = dy.dtype.type(0.01)
-    for i in range(dy.shape[0]):
-        for j in range(dy.shape[1]):
-            dx[i, j] = dy[i, j] if x[i, j] > zero else slope * dy[i, j]
+    np.copyto(dx, np.where(x > 0, dy, 0.01 * dy))          # (N, H)
 
 
-@kernel
 def silu_backward(dy, x, s, y, dx):
     """dy sigmoid(x) (1 + x (1 - sigmoid(x))). Source: A.1."""
-    one = dy.dtype.type(1)
-    for i in range(dy.shape[0]):
-        for j in range(dy.shape[1]):
-            dx[i, j] = dy[i, j] * s[i, j] * (one + x[i, j] * (one - s[i, j]))
+    np.multiply(dy, s * (1 + x * (1 - s)), out=dx)         # (N, H)
 
 
 @kernel
 def gelu_backward(dy, x, s, y, dx):
-    """Two terms, as x stands twice in x (1 + tanh u(x)) / 2; the second is easily lost. Source: A.2."""
+    """Two terms, as x stands twice in x (1 + tanh u(x)) / 2; the second is easily lost.
+
+    Source: A.2.
+    """
     one, half = dy.dtype.type(1), dy.dtype.type(0.5)
     c, ca3 = dy.dtype.type(GELU_C), dy.dtype.type(3 * GELU_C * GELU_A)
     for i in range(dy.shape[0]):
@@ -296,7 +283,7 @@ def residual_backward(dx, dbranch):
 def dropout_backward(dx, masks, place):
     """dx *= masks[place], the very mask of the forward pass."""
     if masks is not None:
-        dx *= masks[place]                                 # (N, E)
+        np.multiply(dx, masks[place], out=dx)              # (N, E)
 
 
 def head_backward(dlogits, x, C, dx, dC):
@@ -318,8 +305,8 @@ def cross_entropy_backward(probs, Y, dlogits):
 
 # ---- The two models: the lines of model.py upside down
 
-def mlp_room(config, N, P=0):
-    shapes = m.mlp_activations(config, N)
+def mlp_room(config, N, P):
+    shapes = m.mlp_activations(config, N, P)
     return {name: shapes[name] for name in ('emb', 'hprebn', 'hpreact', 'h', 'logits')}
 
 
@@ -382,3 +369,224 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
 
 ROOM = dict(mlp=mlp_room, gpt=gpt_room)
 BACKWARD = dict(mlp=mlp_backward, gpt=gpt_backward)
+
+
+# ---- The proof: each gradient against the differences of the loss it claims to be of. Source: A.8.
+#
+# An error is measured against the largest gradient of its block, or against FLOOR where the block
+# is zero by nature. In single precision the difference of two losses has few digits left, so the
+# steps are wider and the tolerance too.
+
+FLOOR = 1e-3
+STEP = {'float64': 1e-5, 'float32': 5e-3}
+TOLERANCE = {'float64': 1e-7, 'float32': 2e-2}
+
+
+def difference_error(loss, corners, w, dw, step):
+    """What L(w + step) - L(w - step) is off the change that dw foretells.
+
+    None where a rectifier turned its corner in between, for it has no derivative there.
+    """
+    kept = w.copy()
+    w += step
+    above, sides = loss(), corners()
+    w[...] = kept - step
+    below, same = loss(), np.array_equal(sides, corners())
+    w[...] = kept
+    return abs(above - below - 2 * (step * dw).sum()) if same else None
+
+
+def prove(loss, blocks, rng, samples=None, corners=lambda: 0):
+    """A row for each block {name: (w, dw)}: name, shape, and two relative errors of dw.
+
+    The first is the largest of all elements (or of `samples` of them), the second that along one
+    random direction. `corners` tells on which side of its corner each rectifier is.
+    """
+    rows = []
+    for name, (w, dw) in blocks.items():
+        h = STEP[w.dtype.name]
+        places = rng.permutation(w.size)[:samples]
+        steps = (h * (np.arange(w.size) == place).reshape(w.shape) for place in places)
+        errors = [difference_error(loss, corners, w, dw, step.astype(w.dtype)) for step in steps]
+        worst = np.max([error for error in errors if error is not None]) / (2*h)
+        error = None
+        while error is None:
+            direction = rng.standard_normal(w.shape).astype(w.dtype)
+            length = np.linalg.norm(direction)
+            error = difference_error(loss, corners, w, dw, direction * (h / length))
+        rows.append((name, w.shape, worst / max(abs(dw).max(), FLOOR),
+                     error * length / (2*h) / max(np.linalg.norm(dw), FLOOR)))
+    return rows
+
+
+def prove_layer(forward, inputs, given, filled, rng, dtype):
+    """Prove a layer and its twin, whose arguments fit together by their names: dX is of X.
+
+    `inputs` and `filled` are shapes of arrays, `given` are other arguments. The loss is what the
+    layer returns, or its output weighted by random numbers: these are then the gradient that
+    arrives. With ones the right gradient of a normalizer would be zero, and a wrong one too.
+    """
+    twin = globals()[forward.__name__ + '_backward']
+    reads, twin_reads = (list(inspect.signature(getattr(function, 'py_func', function)).parameters)
+                         for function in (forward, twin))
+    values = {name: rng.standard_normal(shape).astype(dtype) for name, shape in inputs.items()}
+    values |= {name: np.zeros(shape, dtype) for name, shape in filled.items()} | given
+    d = {name: np.zeros_like(values[name[1:]]) for name in twin_reads if name[1:] in values}
+    output = twin_reads[0][1:]          # dy comes first, but for the loss itself nothing arrives
+    weights = rng.standard_normal(np.shape(values.get(output))).astype(dtype)
+    if output in values:
+        d['d' + output][:] = weights
+
+    def run():
+        after = {name: np.copy(value) for name, value in values.items()}
+        result = forward(*(after[name] for name in reads))
+        return after, (weights * after[output]).sum() if output in values else result
+
+    def corners():
+        return values['x'] > 0 if forward in (m.relu, m.leaky_relu) else 0
+
+    after, _ = run()
+    twin(*(d[name] if name in d else after[name] for name in twin_reads))
+    blocks = {name: (values[name], d['d' + name]) for name in inputs}
+    return prove(lambda: run()[1], blocks, rng, corners=corners)
+
+
+def prove_layers(rng, dtype):
+    """(name, rows) of each layer, on sizes that are small, odd and all different."""
+    X, Y = np.array([[1, 3], [3, 3], [0, 1]]), np.array([4, 0, 4])
+    first, rows = np.array([0, 0, 0, 3, 4, 4, 4]), np.arange(7)    # names of 3, 1 and 3 rows
+    keep = (rng.random((1, 3, 5)) < 0.5) * dtype.type(2)
+    x, y = dict(x=(3, 5)), dict(s=(3, 5), y=(3, 5))
+    norm = dict(x=(3, 5), gain=(5,)), {}, dict(raw=(3, 5), rms_inv=(3,), std_inv=(3,), y=(3, 5))
+    for forward, inputs, given, filled in (
+            (m.embedding, dict(C=(5, 4)), dict(X=X), dict(emb=(3, 2, 4))),
+            (m.positions, dict(P=(3, 4), x=(7, 4)), dict(rows=rows, first=first), {}),
+            (m.linear, dict(x=(3, 5), W=(5, 4), b=(4,)), {}, dict(y=(3, 4))),
+            (m.batchnorm, dict(x=(3, 5), gain=(5,), bias=(5,)), {},
+             dict(raw=(3, 5), var_inv=(5,), y=(3, 5))),
+            (m.rmsnorm, *norm), (m.layernorm, *norm),
+            *((activation, x, {}, y) for activation in m.ACTIVATIONS.values()),
+            (m.softmax, dict(z=(5,)), {}, dict(probs=(5,))),
+            (m.attention, dict(qkv=(7, 18)), dict(rows=rows, first=first),
+             dict(weights=(2, 13), ctx=(7, 6))),
+            (m.residual, dict(x=(3, 5), branch=(3, 5)), {}, {}),
+            (m.dropout, x, dict(masks=keep, place=0), {}),
+            (m.head, dict(x=(3, 4), C=(5, 4)), {}, dict(logits=(3, 5))),
+            (m.cross_entropy, dict(logits=(3, 5)), dict(Y=Y), dict(probs=(3, 5)))):
+        yield forward.__name__, prove_layer(forward, inputs, given, filled, rng, dtype)
+
+
+def random_parameters(config, rng, dtype):
+    """First values and some noise on all of them, so that no gain is 1 and no bias 0."""
+    flat = m.make_parameters(config, rng, dtype)
+    return flat + rng.standard_normal(len(flat)).astype(dtype) * dtype.type(0.3)
+
+
+def prove_steps(config, batch, rng, dtype, samples=None):
+    """Rows for the parameters of the column; the tests prove all values in between as well."""
+    p = m.views(m.mlp_parameters(config), random_parameters(config, rng, dtype))
+    d = mlp_steps_backward(p, *batch, m.mlp_steps(p, *batch)[1])
+    blocks = {name: (w, d[name]) for name, w in p.items()}
+    return prove(lambda: m.mlp_steps(p, *batch)[0], blocks, rng, samples)
+
+
+def run_model(config, flat, batch, **masks):
+    """Forward and backward in new arrays: the loss as a function, and what was filled."""
+    kind, dtype = config['model'], flat.dtype
+    p, a, d = m.views(m.PARAMETERS[kind](config), flat), *(
+        m.arrays(table[kind](config, *m.sizes(batch)), dtype) for table in (m.ACTIVITY, ROOM))
+    g = m.arrays(m.PARAMETERS[kind](config), dtype)
+
+    def loss():
+        return m.FORWARD[kind](config, p, batch, a, **masks)
+
+    loss()
+    BACKWARD[kind](config, p, batch, a, d, g, **masks)
+    return loss, p, a, d, g
+
+
+def prove_model(config, batch, rng, dtype, samples=None):
+    """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
+    masks, rate = {}, config.get('dropout', 0)
+    if rate:
+        masks['masks'] = (rng.random((2*config['layers'] + 1, len(batch[1]), config['embd']))
+                          >= rate) * dtype.type(1 / (1 - rate))
+    loss, p, a, _, g = run_model(config, random_parameters(config, rng, dtype), batch, **masks)
+    blocks = {name: (w, g[name]) for name, w in p.items()}
+    before = a['hpreact' if config['model'] == 'mlp' else 'up']
+    rectifier = config['act'] in ('relu', 'leaky_relu')
+    return prove(loss, blocks, rng, samples, lambda: before > 0 if rectifier else 0)
+
+
+# ---- python backward.py
+
+def print_rows(name, rows, dtype, file=None):
+    """Print the rows of a table; returns how many of them fail."""
+    failed = 0
+    for block, shape, worst, along in rows:
+        right = max(worst, along) <= TOLERANCE[dtype.name]
+        failed += not right
+        print(f'{name:<14} {"d" + block:<8} {str(shape):<14} {worst:>9.1e} {along:>9.1e}  '
+              f'{"ok" if right else "WRONG"}', file=file)
+        name = ''
+    return failed
+
+
+def show_batch(words, vocabulary):
+    """Which rows of C have a gradient, and how much of the gradient comes through tanh."""
+    print('\nOne batch of the MLP, 32 x 3 lookups in C:')
+    for init in 'naive', 'kaiming':
+        rng = np.random.default_rng(1)
+        config = dict(m.CHOICES['mlp'], model='mlp', vocabulary=len(vocabulary), init=init,
+                      batchnorm=False)
+        examples = m.mlp_examples(config, words, vocabulary)
+        X, Y = m.mlp_batch(config, examples, rng.integers(0, len(examples[1]), 32))
+        flat = m.make_parameters(config, rng)
+        _, _, _, d, g = run_model(config, flat, (X, Y))
+        if init == 'naive':
+            used = abs(g['C']).sum(1) > 0
+            letters = np.array(list('.' + vocabulary[1:]))                      # '.': boundary
+            print('  rows with gradient ', ''.join(letters[used]))
+            print('  characters in batch', ''.join(letters[np.unique(X)]))
+            print(f'  {(~used).sum()} of {len(used)} rows are all zero')
+        share = abs(d['hpreact']).mean() / abs(d['h']).mean()
+        print(f'  {share:.0%} of the gradient comes through tanh with --init {init}')
+
+
+SMALL = dict(mlp=dict(embd=3, hidden=5), gpt=dict(embd=8, layers=2, heads=2))
+
+
+@m.command
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        'backward.py', description='Prove every gradient against differences of the loss.')
+    choices = {kind: {**m.CHOICES[kind], **SMALL[kind]} for kind in SMALL}
+    m.add_model_flags(parser, choices)
+    parser.add_argument('--dtype', choices=TOLERANCE, default='float64',
+                        help='precision of the proof (float64)')
+    typed = vars(parser.parse_args(argv))
+    dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
+    words = [line for line in m.read_lines(m.data_path({'data': ''}))[0] if line]
+    vocabulary = m.make_vocabulary(words)
+    tables = list(prove_layers(rng, dtype))
+    for kind in [typed.get('model', 'mlp')] if typed else SMALL:
+        config = m.configure({**typed, 'model': kind}, choices)
+        config['vocabulary'] = len(vocabulary)
+        config['context'] = config['context'] or max(map(len, words)) + 1
+        examples = m.EXAMPLES[kind](config, words[:3], vocabulary)
+        batch = m.BATCH[kind](config, examples, np.arange(len(examples[1])))
+        if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':
+            tables.append(('mlp_steps', prove_steps(config, batch, rng, dtype)))
+        tables.append((kind, prove_model(config, batch, rng, dtype)))
+    print('layer or model gradient shape           element direction')
+    failed = sum(print_rows(name, rows, dtype) for name, rows in tables)
+    count = sum(len(rows) for _, rows in tables)
+    if not typed:
+        show_batch(words, vocabulary)
+    print(f'\n{count - failed} of {count} gradients are right to {TOLERANCE[dtype.name]:g} in '
+          f'{dtype}' + (f'; {failed} are WRONG' if failed else ''))
+    return int(failed > 0)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

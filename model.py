@@ -39,54 +39,64 @@ class Refusal(Exception):
 def command(main):
     """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
     def run(argv=None):
-        for stream in sys.stdout, sys.stderr:
-            if stream.isatty():
-                stream.reconfigure(errors='backslashreplace')
-            else:
-                stream.reconfigure(encoding='utf-8', errors='backslashreplace')
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            encoding = stream.encoding if stream.isatty() else 'utf-8'
+            stream.reconfigure(encoding=encoding, errors='backslashreplace')
         try:
             status = main(argv)
-            sys.stdout.flush()
+            print(end='', flush=True)
             return status or 0
-        except Refusal as refusal:
-            print(f'{os.path.basename(sys.argv[0])}: {refusal}', file=sys.stderr)
-            return 2
-        except MemoryError:
-            print('not enough memory for a model or a batch of this size', file=sys.stderr)
-            return 2
         except KeyboardInterrupt:
             return 130
-        except BrokenPipeError:         # whoever read our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+        except (Refusal, MemoryError, OSError) as error:
+            if not isinstance(error, BrokenPipeError):     # else the reader has seen enough
+                print(f'{os.path.basename(sys.argv[0])}: {reason(error)}', file=sys.stderr)
+            if not isinstance(error, Refusal) and sys.stdout:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0 if isinstance(error, BrokenPipeError) else 2
     return run
+
+
+def reason(error):
+    """What went wrong, without the number of the error and without the name of the file."""
+    return getattr(error, 'strerror', None) or str(error) or 'not enough memory'
 
 
 # ---- Words, one a line of a text file
 
+def text(argument):
+    """What was typed, taken as UTF-8 whatever the locale; bytes that are not stay as they are."""
+    return os.fsencode(argument).decode('utf-8', 'surrogateescape')
+
+
+def encoded(path):
+    """The name of a file as the file system has it: the inverse of text()."""
+    return path.encode('utf-8', 'surrogateescape')
+
+
 def data_path(config):
     """The data file of a configuration; where none was named, data/names.txt beside this file."""
     here = os.path.dirname(os.path.abspath(__file__))
-    return config['data'] or os.path.join(here, 'data', 'names.txt')
+    return config['data'] or text(os.path.join(here, 'data', 'names.txt'))
 
 
 def read_lines(path):
     """The lines of a UTF-8 file, in NFC and without spaces at the edges, and the file's sha256."""
     try:
-        with open(path, 'rb') as file:
+        with open(encoded(path), 'rb') as file:
             raw = file.read()
-    except OSError as error:
-        raise Refusal(f'cannot read {path}: {error.strerror}; give a text file, one word a line')
+    except (OSError, ValueError) as error:
+        raise Refusal(f'cannot read {path}: {reason(error)}; it takes a text, one word a line')
     if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
         raise Refusal(f'{path} is UTF-16; convert it, e.g. iconv -f UTF-16 -t UTF-8')
     try:
-        text = raw.decode('utf-8').removeprefix('\ufeff')
+        content = raw.decode('utf-8').removeprefix('\ufeff')
     except UnicodeDecodeError as error:
         raise Refusal(f'{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; '
                       'convert it, e.g. iconv -f LATIN1 -t UTF-8')
-    if '\0' in text:
+    if '\0' in content:
         raise Refusal(f'{path} is not a text file: it holds a NUL byte')
-    lines = re.split('\r\n|\r|\n', unicodedata.normalize('NFC', text))
+    lines = re.split('\r\n|\r|\n', unicodedata.normalize('NFC', content))
     return [line.strip(' \t') for line in lines], hashlib.sha256(raw).hexdigest()
 
 
@@ -295,44 +305,35 @@ def layernorm(x, gain, raw, std_inv, y):
 NORMS = dict(rmsnorm=rmsnorm, layernorm=layernorm)
 
 
-# Six activations, y = f(x), in one form: `s` keeps what the backward pass would compute again.
+# Six activations, y = f(x), in one form; `s` keeps what the backward pass would compute again.
 # The sigmoid is written with tanh, which cannot overflow: 1 / (1 + e^-x) = (1 + tanh(x/2)) / 2.
 
 def tanh(x, s, y):
-    """Source: A.1."""
-    np.tanh(x, out=y)
+    """y = tanh x. Source: A.1."""
+    np.tanh(x, out=y)                                      # (N, H)
 
 
 def sigmoid(x, s, y):
-    """Source: A.1."""
-    np.multiply(x, 0.5, out=y)
-    np.tanh(y, out=y)
-    y += 1
-    y *= 0.5
+    """y = 1 / (1 + e^-x). Source: A.1."""
+    np.tanh(0.5 * x, out=y)                                # (N, H)
+    y += 1                                                 # (N, H)
+    y *= 0.5                                               # (N, H)
 
 
-@kernel
 def relu(x, s, y):
-    """max(0, x). Source: A.1."""
-    zero = x.dtype.type(0)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            y[i, j] = max(x[i, j], zero)
+    """y = max(0, x). Source: A.1."""
+    np.maximum(x, 0, out=y)                                # (N, H)
 
 
-@kernel
 def leaky_relu(x, s, y):
-    """max(0.01 x, x). Source: A.1."""
-    slope = x.dtype.type(0.01)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            y[i, j] = max(slope * x[i, j], x[i, j])
+    """y = max(0.01 x, x). Source: A.1."""
+    np.maximum(0.01 * x, x, out=y)                         # (N, H)
 
 
 def silu(x, s, y):
-    """x sigmoid(x), s = sigmoid(x). Source: A.1."""
-    sigmoid(x, None, s)
-    np.multiply(x, s, out=y)
+    """y = x sigmoid(x), s = sigmoid(x). Source: A.1."""
+    sigmoid(x, None, s)                                    # (N, H)
+    np.multiply(x, s, out=y)                               # (N, H)
 
 
 GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
@@ -340,6 +341,7 @@ GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
 
 @kernel
 def gelu_inner(x, u):
+    """u = c (x + a x^3)."""
     c, ca = x.dtype.type(GELU_C), x.dtype.type(GELU_C * GELU_A)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
@@ -348,17 +350,18 @@ def gelu_inner(x, u):
 
 @kernel
 def gelu_outer(x, s, y):
-    half = x.dtype.type(0.5)
+    """y = x (1 + s) / 2."""
+    half, one = x.dtype.type(0.5), x.dtype.type(1)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
-            y[i, j] = half * x[i, j] + half * x[i, j] * s[i, j]
+            y[i, j] = half * x[i, j] * (one + s[i, j])
 
 
 def gelu(x, s, y):
-    """x (1 + tanh u) / 2 with u = c (x + a x^3), s = tanh u. Source: A.2."""
-    gelu_inner(x, s)
-    np.tanh(s, out=s)
-    gelu_outer(x, s, y)
+    """y = x (1 + tanh u) / 2 with u = c (x + a x^3), s = tanh u. Source: A.2."""
+    gelu_inner(x, s)                                       # (N, H)
+    np.tanh(s, out=s)                                      # (N, H)
+    gelu_outer(x, s, y)                                    # (N, H)
 
 
 ACTIVATIONS = dict(tanh=tanh, sigmoid=sigmoid, relu=relu, leaky_relu=leaky_relu, silu=silu,
@@ -414,17 +417,17 @@ def attention(qkv, rows, first, weights, ctx):
 
 def residual(x, branch):
     """x += branch, both (N,E). Source: A.6."""
-    np.add(x, branch, out=x)
+    np.add(x, branch, out=x)                               # (N, E)
 
 
 def dropout(x, masks, place):
-    """x *= masks[place]: zero for what is dropped, 1/(1 - rate) for the rest; None drops nothing."""
+    """x *= masks[place]: 0 for what is dropped, 1/(1 - rate) for the rest; None drops nothing."""
     if masks is not None:
-        x *= masks[place]                                  # (N, E)
+        np.multiply(x, masks[place], out=x)                # (N, E)
 
 
 def head(x, C, logits):
-    """logits (N,V): each row of x (N,E) compared with every row of the table C (V,E). Source: A.6."""
+    """logits (N,V): each row of x (N,E) against every row of the table C (V,E). Source: A.6."""
     np.dot(x, C.T, out=logits)                             # (N, V)
 
 
@@ -463,39 +466,47 @@ def number(kind, low, high=2**31):
 def one_of(*values):
     """A function that reads one of the values."""
     def read(text):
-        if text not in map(str, values):
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, values))}")
-        return next(value for value in values if str(value) == text)
+        named = {str(value): value for value in values}
+        if text not in named:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(named)}")
+        return named[text]
     return read
 
 
 RULES = dict(
-    model=one_of(*CHOICES), context=number(int, 1), embd=number(int, 1), hidden=number(int, 1),
+    model=one_of(*CHOICES), context=number(int, 0), embd=number(int, 1), hidden=number(int, 1),
     layers=number(int, 1), heads=number(int, 1), act=one_of(*ACTIVATIONS), norm=one_of(*NORMS),
-    batchnorm=one_of(True, False), init=one_of('kaiming', 'naive'))
+    batchnorm=one_of(True, False), init=one_of('kaiming', 'naive'), data=str, sha256=str,
+    longest=number(int, 1), vocabulary=number(int, 2))
 
 
-def add_flag(group, rules, name, metavar, text):
-    """A flag --name that leaves no trace in the result where it is not typed."""
-    flag = '--' + name.replace('_', '-')
-    group.add_argument(flag, type=rules[name], metavar=metavar, help=text, default=argparse.SUPPRESS)
+def add_flags(parser, title, rules, choices, table):
+    """A flag for each row (name, metavar, text); one that is not typed leaves no trace."""
+    group = parser.add_argument_group(title)
+    for name, metavar, text in table:
+        defaults = {model: own[name] for model, own in choices.items() if own.get(name) not in (None, '')}
+        shown = [f'{model} {value}' for model, value in defaults.items()]
+        if len(defaults) == len(choices) and len(set(defaults.values())) == 1:
+            shown = [str(defaults['mlp'])]
+        text += f" ({'; '.join(shown)})" if shown else ''
+        group.add_argument('--' + name.replace('_', '-'), type=rules[name], metavar=metavar,
+                           help=text.replace('%', '%%'), default=argparse.SUPPRESS)
+    return group
 
 
-def add_model_flags(parser):
-    group = parser.add_argument_group('the model')
-    for name, metavar, text in (
-            ('model', '{mlp,gpt}', 'which one (mlp)'),
-            ('context', 'N', 'how many characters it looks at (mlp 3; gpt: so that all words fit)'),
-            ('embd', 'N', 'width of the embedding (mlp 10; gpt 64)'),
-            ('hidden', 'N', 'mlp: hidden units (64)'),
-            ('layers', 'N', 'gpt: layers (4)'),
-            ('heads', 'N', 'gpt: attention heads (4)'),
-            ('act', 'NAME', f"activation: {', '.join(ACTIVATIONS)} (mlp tanh; gpt gelu)"),
-            ('norm', 'NAME', 'gpt: rmsnorm or layernorm (rmsnorm)'),
-            ('init', 'NAME', 'first values: kaiming, or naive: all of them N(0,1) (kaiming)')):
-        add_flag(group, RULES, name, metavar, text)
+def add_model_flags(parser, choices):
+    group = add_flags(parser, 'the model', RULES, choices, (
+        ('model', '{mlp,gpt}', 'which one: mlp or gpt (mlp)'),
+        ('context', 'N', 'characters that it looks at, 0: enough for each word'),
+        ('embd', 'N', 'width of the embedding'),
+        ('hidden', 'N', 'hidden units'),
+        ('layers', 'N', 'layers'),
+        ('heads', 'N', 'attention heads'),
+        ('act', 'NAME', f"activation: {', '.join(ACTIVATIONS)}"),
+        ('norm', 'NAME', f"normalization: {', '.join(NORMS)}"),
+        ('init', 'NAME', 'first values: kaiming, or naive: all from N(0,1)')))
     group.add_argument('--no-batchnorm', dest='batchnorm', action='store_false',
-                       default=argparse.SUPPRESS, help='mlp: without batch norm')
+                       default=argparse.SUPPRESS, help='leave out batch norm (mlp)')
 
 
 def check_rules(config, rules, names):
@@ -510,11 +521,7 @@ def configure(typed, choices):
     for name in typed.keys() - choices[model].keys() - {'model'}:
         flag = '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
         raise Refusal(f'{flag} means nothing to --model {model}: leave it out')
-    config = {'model': model, **choices[model], **typed}
-    if model == 'gpt' and config['embd'] % config['heads']:
-        raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
-                      'each head takes an equal share of the embedding')
-    return config
+    return {'model': model, **choices[model], **typed}
 
 
 # ---- The two models, each a straight line of layers
@@ -531,13 +538,23 @@ def views(shapes, flat):
     return arrays
 
 
+def arrays(shapes, dtype):
+    """New arrays of the given shapes by name."""
+    return views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
+
+
+def sizes(batch):
+    """N and P of a batch; the MLP has no pairs."""
+    return len(batch[1]), int((batch[2] - batch[3] + 1).sum()) if len(batch) > 2 else 0
+
+
 def mlp_parameters(config):
     V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
     gain_and_bias = dict(bngain=(H,), bnbias=(H,)) if config['batchnorm'] else {}
     return dict(C=(V, E), W1=(T*E, H), b1=(H,), **gain_and_bias, W2=(H, V), b2=(V,))
 
 
-def mlp_activations(config, N, P=0):
+def mlp_activations(config, N, P):
     V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
     return dict(emb=(N, T, E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
                 s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
@@ -566,6 +583,9 @@ def mlp(config, p, batch, a, statistics=None):
 
 def gpt_parameters(config):
     V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
+    if E % config['heads']:
+        raise Refusal(f"--heads {config['heads']} does not divide --embd {E}: each head takes an "
+                      'equal share of the embedding')
     return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
 
@@ -651,10 +671,7 @@ def make_parameters(config, rng, dtype=np.float32):
 def predict(model, batch, memory=None):
     """Mean loss of a batch and the activations, as when sampling: no dropout, fixed statistics."""
     config, p = model['config'], model['p']
-    N = len(batch[1])
-    P = 0 if config['model'] == 'mlp' else int((batch[2] - batch[3] + 1).sum())
-    shapes = ACTIVITY[config['model']](config, N, P)
-    a = views(shapes, np.empty(sum(map(prod, shapes.values())), p['C'].dtype))
+    a = arrays(ACTIVITY[config['model']](config, *sizes(batch)), p['C'].dtype)
     if config['model'] == 'mlp':
         return mlp(config, p, batch, a, model['statistics']), a
     return gpt(config, p, batch, a, memory=memory), a
@@ -745,24 +762,25 @@ def save(path, state, aside=None):
 
     The old file stays under the name `aside`, if that is given.
     """
-    arrays = dict(
-        format=np.array(FORMAT), config=np.array(json.dumps(state['config'], sort_keys=True)),
-        vocabulary=np.array([ord(character) for character in state['vocabulary']]),
-        step=np.array(state['step']), best_step=np.array(state['best_step']),
+    stored = dict(
+        format=np.int64(FORMAT), config=np.str_(json.dumps(state['config'], sort_keys=True)),
+        vocabulary=np.array([ord(character) for character in state['vocabulary']], np.int64),
+        step=np.int64(state['step']), best_step=np.int64(state['best_step']),
         history=np.array(state['history'], np.float64).reshape(-1, 3), moments=state['moments'])
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
-            arrays[f'{kind}.{name}'] = array
+            stored[f'{kind}.{name}'] = array
+    path = encoded(path)
     try:
-        with open(f'{path}.tmp', 'wb') as file:
-            np.savez(file, **arrays)
+        with open(path + b'.tmp', 'wb') as file:
+            np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
         if aside:
-            os.link(path, aside)
-        os.replace(f'{path}.tmp', path)
+            os.link(path, encoded(aside))
+        os.replace(path + b'.tmp', path)
     except OSError as error:
-        raise Refusal(f'cannot write {path}: {error.strerror}; what stood there before still does')
+        raise Refusal(f'cannot write {text(path)}: {reason(error)}; what stood there still does')
 
 
 def load(path):
@@ -771,42 +789,87 @@ def load(path):
         if not condition:
             raise Refusal(f'{path} is not a checkpoint in good order: {what}')
 
+    def take(name, shape, dtype=np.float32):
+        array = stored[name]
+        expect(array.dtype == dtype and np.ndim(array) == len(shape) and all(
+            size in (None, real) for size, real in zip(shape, array.shape)),
+            f'{name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}')
+        expect(np.isfinite(array).all(), f'{name} is not finite')
+        return array
+
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with np.load(encoded(path), allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
     except OSError as error:
-        raise Refusal(f'cannot read {path}: {error.strerror or error}')
+        raise Refusal(f'cannot read {path}: {reason(error)}')
     except Exception as error:          # a damaged file fails in a dozen ways within zip and npy
-        raise Refusal(f'{path} is not a checkpoint, or not all of one: {error}')
+        expect(False, error)
     try:
-        version = int(arrays['format'])
-        expect(version <= FORMAT, f'its format is {version}, newer than {FORMAT}, known here')
-        config = json.loads(str(arrays['config']))
-        check_rules(config, {**RULES, 'longest': number(int, 1)},
-                    ['model', 'longest', *CHOICES[config['model']]])
-        ids = arrays['vocabulary']
-        expect(ids.ndim == 1 and ids[0] == 0 and (np.diff(ids) > 0).all(), 'its vocabulary is not')
-        expect(config['vocabulary'] == len(ids), 'its vocabulary has another size')
-        state = dict(
-            config=config, vocabulary=''.join(map(chr, ids)), moments=arrays['moments'],
-            step=int(arrays['step']), best_step=int(arrays['best_step']),
-            history=arrays['history'].tolist())
+        version = take('format', (), np.int64)
+        expect(version <= FORMAT, f'its format {version} is newer than {FORMAT}, known here')
+        config = json.loads(str(stored['config']))
+        check_rules(config, RULES, ['model', 'data', 'sha256', 'longest', 'vocabulary',
+                                    *CHOICES[config['model']]])
+        vocabulary = ''.join(map(chr, take('vocabulary', (config['vocabulary'],), np.int64)))
+        expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
+               'its vocabulary is not in order')
         shapes = PARAMETERS[config['model']](config)
         size = sum(map(prod, shapes.values()))
-        expect(arrays['history'].shape[1:] == (3,), 'its history is not of three columns')
-        expect(arrays['moments'].shape[1:] == (size,), 'the state of its optimizer does not fit')
-        fixed = dict(bnmean=shapes['b1'], bnvar=shapes['b1']) if config.get('batchnorm') else {}
+        state = dict(
+            config=config, vocabulary=vocabulary, step=int(take('step', (), np.int64)),
+            best_step=int(take('best_step', (), np.int64)),
+            history=take('history', (None, 3), np.float64).tolist(),
+            moments=take('moments', (None, size)))
+        expect(-1 <= state['best_step'] <= state['step'], 'its steps are not')
+        hidden = [shapes['b1']] * 2 if config.get('batchnorm') else []
         for kind in ('best', 'latest'):
-            p = views(shapes, np.empty(size, np.float32))
-            statistics = {name: np.empty(shape, np.float32) for name, shape in fixed.items()}
-            for name, array in {**p, **statistics}.items():
-                stored = arrays[f'{kind}.{name}']
-                expect(stored.shape == array.shape, f'{kind}.{name} has shape {stored.shape}')
-                array[:] = stored
-            state[kind] = dict(p=p, statistics=statistics)
-        for name, array in arrays.items():
-            expect(array.dtype.kind != 'f' or np.isfinite(array).all(), f'{name} is not finite')
+            state[kind] = dict(
+                p={name: take(f'{kind}.{name}', shape) for name, shape in shapes.items()},
+                statistics={name: take(f'{kind}.{name}', shape)
+                            for name, shape in zip(('bnmean', 'bnvar'), hidden)})
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError,
-            argparse.ArgumentTypeError) as error:
+            RecursionError, argparse.ArgumentTypeError) as error:
         expect(False, f'{type(error).__name__} {error}')
     return state
+
+
+# ---- python model.py
+
+@command
+def main(argv=None):
+    """Show a model: its parameters, the shapes of one batch, two faults of naive first values."""
+    parser = argparse.ArgumentParser(
+        'model.py', description='Show the shapes of a model, and what naive first values do.')
+    add_model_flags(parser, CHOICES)
+    config = configure(vars(parser.parse_args(argv)), CHOICES)
+    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
+    vocabulary = make_vocabulary(words)
+    config['vocabulary'] = len(vocabulary)
+    config['context'] = config['context'] or max(map(len, words)) + 1
+    kind = config['model']
+    examples = EXAMPLES[kind](config, words, vocabulary)
+    chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)
+    batch = BATCH[kind](config, examples, chosen)
+
+    shapes = PARAMETERS[kind](config)
+    print(f'{kind}: parameters')
+    for name, shape in shapes.items():
+        print(f'  {name:<10} {str(shape):<16} {prod(shape):>9,}')
+    print(f'  {"together":<27} {sum(map(prod, shapes.values())):>9,}')
+    print(f"activations of one batch, {len(chosen)} {'characters' if kind == 'mlp' else 'names'}")
+    results = {}
+    for init in 'naive', 'kaiming':
+        flat = make_parameters({**config, 'init': init}, np.random.default_rng(1))
+        model = dict(config=config, p=views(shapes, flat), statistics=None)
+        results[init] = predict(model, batch)
+    for name, array in results['kaiming'][1].items():
+        print(f'  {name:<10} {array.shape}')
+    for init, (loss, a) in results.items():
+        flat_ends = f", {(abs(a['h']) > 0.99).mean():.0%} of h is at the flat ends of tanh" \
+            if config['act'] == 'tanh' else ''
+        print(f'--init {init:<8} first loss {loss:.2f} (ln V is {log(len(vocabulary)):.2f})'
+              f'{flat_ends}')
+
+
+if __name__ == '__main__':
+    sys.exit(main())

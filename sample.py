@@ -17,18 +17,15 @@ from model import Refusal, number
 import numpy as np
 
 
-def text(argument):
-    """What was typed, taken as UTF-8 whatever the locale, in NFC as the data is."""
-    try:
-        return unicodedata.normalize('NFC', os.fsencode(argument).decode('utf-8'))
-    except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError('it is not UTF-8')
+def word(argument):
+    """What was typed, in NFC as the data is."""
+    return unicodedata.normalize('NFC', m.text(argument))
 
 
 def read_command_line(argv):
     parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
     flag = parser.add_argument
-    flag('checkpoint', nargs='?', metavar='CHECKPOINT', help='default: the newest in out/')
+    flag('checkpoint', nargs='?', type=m.text, metavar='CHECKPOINT', help='default: the newest in out/')
     flag('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
     flag('--seed', type=number(int, 0), default=0, metavar='N', help='same seed, same names (0)')
     flag('--temperature', type=number(float, 0), default=1., metavar='F',
@@ -37,12 +34,12 @@ def read_command_line(argv):
          help='only from the N likeliest characters, 0: from all (0)')
     flag('--top-p', type=number(float, 0), default=0., metavar='F',
          help='only from the likeliest that have this probability together, 0: from all (0)')
-    flag('--prefix', type=text, default='', metavar='TEXT',
+    flag('--prefix', type=word, default='', metavar='TEXT',
          help='how each name begins; --prefix=-x for one that begins with a dash')
     flag('--max-len', type=number(int, 1), metavar='N', help='where a name is cut off')
     flag('--unique', action='store_true', help='no name twice')
     flag('--new', action='store_true', help='no name that stands in the data')
-    flag('--score', type=text, nargs='+', metavar='WORD',
+    flag('--score', type=word, nargs='+', metavar='WORD',
          help='print log-probability in nats, the same per character, and perplexity instead')
     flag('--json', action='store_true', help='one JSON object a line')
     return parser.parse_args(argv)
@@ -53,7 +50,7 @@ def newest():
     found = glob.glob(os.path.join('out', '*.npz'))
     if not found:
         raise Refusal('there is no checkpoint in out/: run train.py first, or name one')
-    return max(found, key=os.path.getmtime)
+    return m.text(max(found, key=os.path.getmtime))
 
 
 def check_text(model, what, word):

@@ -5,6 +5,7 @@ checkpoint for sample.py.
 """
 import argparse
 import glob
+import itertools
 import math
 import os
 import random
@@ -64,10 +65,15 @@ MOMENTS = dict(adam=2, momentum=1, sgd=0)
 def learning_rate(config, step):
     """Up in a straight line over the first twentieth of the run, then down to zero on a cosine."""
     done = step / config['steps']
-    return config['lr'] * min(1, 20 * (done + 1 / config['steps'])) * (0.5 + 0.5 * math.cos(math.pi * done))
+    return config['lr'] * min(1, 20*done + 0.01) * (1 + math.cos(math.pi * done)) / 2
 
 
 # ---- Data
+
+def say(line):
+    """A line for the person at the terminal, above the progress bar if there is one."""
+    tqdm.write(line, file=sys.stderr)
+
 
 def split(words):
     """Train, dev and test: 80, 10 and 10 % of the words in an order that is always the same.
@@ -81,31 +87,31 @@ def split(words):
 
 
 def read_words(config):
-    """The words of the data file that are short enough, its sha256, and what to say about it."""
+    """The words of the data file that are short enough; says on standard error what was found."""
     path = m.data_path(config)
-    lines, sha256 = m.read_lines(path)
+    lines, config['sha256'] = m.read_lines(path)
     words = [line for line in lines if line]
     limit = config['max_len']
     if config['model'] == 'gpt' and config['context']:
         limit = min(limit, config['context'] - 1)
     used = [word for word in words if len(word) <= limit]
     if not used:
-        raise Refusal(f'{path} has no word of at most {limit} characters' if words else
-                      f'{path} has no words: give a text file with one word a line')
+        raise Refusal(f'{path} has no word of at most {limit} characters: see --max-len, --context'
+                      if words else f'{path} has no words: give a text file, one word a line')
     train, dev, _ = split(used)
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
-    say = [f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used, {distinct} '
-           f'distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
-           f'{len(set().union(*used))} characters; {seen:.0%} of the dev words are in train too']
+    say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used, {distinct} '
+        f'distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
+        f'{len(set().union(*used))} characters; {seen:.0%} of the dev words are in train too')
     if len(used) < len(words):
-        say.append(f'skipped {len(words) - len(used)} words longer than {limit} characters '
-                   '(see --max-len and --context)')
+        say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
+            '(see --max-len and --context)')
     table = [i for i, line in enumerate(lines, 1) if re.search(r'\t|[,;](?=\S)', line)]
     if table:
-        say.append(f'warning: line {table[0]} looks like a row of a table, and so do '
-                   f'{len(table) - 1} more; they are learnt as they are, whole')
-    return used, sha256, say
+        more = f' (and {len(table) - 1} more)' if table[1:] else ''
+        say(f'warning: line {table[0]} looks like a row of a table{more}; it is learnt as it is')
+    return used
 
 
 # Seeds of independent generators: what they are for, --seed, and then epoch, step or thread.
@@ -138,6 +144,20 @@ def batches(config, examples, step):
 
 
 # ---- One step
+#
+# A run is a dict: config, state, examples by part of the data, parameters as `flat` and as `p`, and
+# a room for each thread: its activations a, their gradients d, and its gradient g of the parameters.
+
+def new_run(state, examples, pool):
+    config = state['config']
+    shapes = m.PARAMETERS[config['model']](config)
+    flat = np.concatenate([w.ravel() for w in state['latest']['p'].values()])   # (P,)
+    rooms = [dict(flat_g=np.zeros_like(flat)) for _ in range(config.get('threads', 1))]
+    for room in rooms:
+        room['g'] = m.views(shapes, room['flat_g'])
+    return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
+                p=m.views(shapes, flat), rooms=rooms)
+
 
 def make_room(config, room, N, P):
     """Lay out room['a'] and room['d'] for N rows and P pairs, anew only if the sizes changed."""
@@ -146,63 +166,55 @@ def make_room(config, room, N, P):
     for name, table in ('a', m.ACTIVITY), ('d', backward.ROOM):
         shapes = table[config['model']](config, N, P)
         size = sum(map(math.prod, shapes.values()))
-        if size > len(room.get(f'flat {name}', ())):
-            room[f'flat {name}'] = np.empty(size, np.float32)
-        room[name] = m.views(shapes, room[f'flat {name}'])
+        if size > len(room.get('flat_' + name, ())):
+            room['flat_' + name] = np.empty(size, np.float32)
+        room[name] = m.views(shapes, room['flat_' + name])
     room['sizes'] = N, P
 
 
-def mlp_gradient(config, p, batch, room, step, share):
-    """Loss of a batch; its gradient goes to room['g']."""
-    if config['backward'] == 'steps':
-        loss, a = m.mlp_steps(p, *batch)
-        d = backward.mlp_steps_backward(p, *batch, a)
+def gradient(run, share, step, thread):
+    """Loss of a share of a batch; its gradient fills g in the room of the thread."""
+    config, p, room = run['config'], run['p'], run['rooms'][thread]
+    kind, masks = config['model'], {}
+    if config.get('backward') == 'steps':
+        loss, a = m.mlp_steps(p, *share)
+        d = backward.mlp_steps_backward(p, *share, a)
         for name, g in room['g'].items():
-            g[:] = d[name]
+            g[...] = d[name]
         return loss
-    make_room(config, room, len(batch[1]), 0)
-    loss = m.mlp(config, p, batch, room['a'])
-    backward.mlp_backward(config, p, batch, room['a'], room['d'], room['g'])
+    N, P = m.sizes(share)
+    make_room(config, room, N, P)
+    if config.get('dropout'):
+        rng = np.random.default_rng((DROPOUT, config['seed'], step, thread))
+        kept = rng.random((2*config['layers'] + 1, N, config['embd']), np.float32)
+        kept = kept >= config['dropout']                                        # (2*L+1, N, E)
+        masks['masks'] = kept * np.float32(1 / (1 - config['dropout']))         # (2*L+1, N, E)
+    loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
+    backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
     return loss
 
 
-def gpt_gradient(config, p, batch, room, step, share):
-    """Loss of a share of a batch; its gradient goes to room['g']. The masks of dropout are new."""
-    X, Y, rows, first = batch
-    make_room(config, room, len(Y), int((rows - first + 1).sum()))
-    masks, rate = None, config['dropout']
-    if rate:
-        rng = np.random.default_rng((DROPOUT, config['seed'], step, share))
-        masks = rng.random((2*config['layers'] + 1, len(Y), config['embd']), np.float32)
-        masks = (masks >= rate) * np.float32(1 / (1 - rate))                    # (2*L+1, N, E)
-    loss = m.gpt(config, p, batch, room['a'], masks)
-    backward.gpt_backward(config, p, batch, room['a'], room['d'], room['g'], masks)
-    return loss
-
-
-GRADIENT = dict(mlp=mlp_gradient, gpt=gpt_gradient)
-
-
-def train_step(config, p, flat, moments, shares, rooms, pool, step):
-    """Take one step of training; returns the loss of the batch before it."""
-    gradient = GRADIENT[config['model']]
-    g = rooms[0]['flat g']                                                      # (P,)
+def train_step(run, shares, step):
+    """Take a step on a batch, given in shares; returns its loss before the step."""
+    config, rooms = run['config'], run['rooms']
+    g = rooms[0]['flat_g']                                                      # (P,)
     if len(shares) == 1:
-        loss = gradient(config, p, shares[0], rooms[0], step, 0)
+        loss = gradient(run, shares[0], step, 0)
     else:
-        losses = list(pool.map(lambda i: gradient(config, p, shares[i], rooms[i], step, i),
-                               range(len(shares))))
-        rows = [len(share[1]) for share in shares]
-        loss = sum(map(math.prod, zip(losses, rows))) / sum(rows)
-        g *= rows[0] / sum(rows)        # a mean over all rows, so each share counts by its rows
-        for room, N in zip(rooms[1:], rows[1:]):
-            g += room['flat g'] * np.float32(N / sum(rows))
+        threads = range(len(shares))
+        losses = run['pool'].map(lambda t: gradient(run, shares[t], step, t), threads)
+        rows = np.array([len(share[1]) for share in shares])
+        weights = rows / rows.sum()     # the loss is a mean over rows: a share counts by its rows
+        loss = float(weights @ list(losses))
+        g *= weights[0]
+        for room, weight in zip(rooms[1:], weights[1:]):
+            g += room['flat_g'] * np.float32(weight)
     lr = learning_rate(config, step)
     if config['weight_decay']:
-        for name, w in p.items():
+        for name, w in run['p'].items():
             if name[0].isupper():       # matrices; gains and biases are left alone
                 w *= 1 - lr * config['weight_decay']
-    OPTIMIZERS[config['optimizer']](flat, g, moments, lr, step + 1)
+    OPTIMIZERS[config['optimizer']](run['flat'], g, run['state']['moments'], lr, step + 1)
     return loss
 
 
@@ -233,53 +245,65 @@ def sample(state, kind, n):
     return m.generate(usable(state, kind), n, rng)
 
 
-def keep(state, flat, examples):
-    """Copy the parameters into the state, with the batch-norm statistics that belong to them."""
-    config = state['config']
-    p = m.views(m.PARAMETERS[config['model']](config), flat.copy())
+# ---- The run
+
+def keep(run, evaluated, out, aside):
+    """Put the parameters into the state, evaluated or not, and the state into the file `out`."""
+    state, config, examples = run['state'], run['config'], run['examples']
+    if not (np.isfinite(run['flat']).all() and np.isfinite(state['moments']).all()):
+        raise FloatingPointError
+    p = m.views(m.PARAMETERS[config['model']](config), run['flat'].copy())
     normed = config.get('batchnorm')
     statistics = m.batchnorm_statistics(config, p, examples['train']) if normed else {}
     state['latest'] = dict(p=p, statistics=statistics)
+    if evaluated:
+        model = usable(state, 'latest')
+        losses = [evaluate(model, examples[part], run['pool']) for part in ('sample', 'dev')]
+        if not np.isfinite(losses).all():
+            raise FloatingPointError
+        if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
+            state['best'], state['best_step'] = state['latest'], state['step']
+        state['history'].append((state['step'], *losses))
     if state['best_step'] < 0:          # nothing was evaluated yet, so nothing better is known
         state['best'] = state['latest']
+    m.save(out, state, aside)
+    if aside:
+        say(f'what stood in {out} is {aside} now')
 
 
-def evaluate_state(state, examples, pool):
-    """Evaluate the latest parameters, and keep them as the best if they are. For `train`, as many
-    words as `dev` has must do until the end."""
-    model = usable(state, 'latest')
-    losses = [evaluate(model, examples[part], pool) for part in ('some of train', 'dev')]
-    if not np.isfinite(losses).all():
-        raise FloatingPointError
-    if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
-        state['best'], state['best_step'] = state['latest'], state['step']
-    state['history'].append((state['step'], *losses))
+def train(run, out, aside):
+    """Train to the end of the plan, or to a signal; returns steps a second and that signal.
 
-
-# ---- The run
-
-def train(state, examples, out, aside, pool):
-    """Train from where the state is to the end of the plan, or to a signal.
-
-    The state is kept in the file `out`; what stands there goes `aside`. Returns steps a second
-    and the number of the signal.
+    The state is kept in the file `out`; what stands there at first goes `aside`.
     """
-    config, first = state['config'], state['step']
-    steps, every = config['steps'], config['eval_every']
-    shapes = m.PARAMETERS[config['model']](config)
-    flat = np.concatenate([w.ravel() for w in state['latest']['p'].values()])   # (P,)
-    p = m.views(shapes, flat)
-    rooms = [{'flat g': np.zeros_like(flat)} for _ in range(config.get('threads', 1))]
-    for room in rooms:
-        room['g'] = m.views(shapes, room['flat g'])
+    config, state = run['config'], run['state']
+    first, steps, every = state['step'], config['steps'], config['eval_every']
     signals, smooth, pause, begun = [], 0, 0, time.perf_counter()
-    before = [signal.signal(number, lambda number, frame: signals.append(number))
-              for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def is_due(step):
+        known = [row[0] for row in state['history'][-1:]]
+        return step not in known and (step == steps or every and step and step % every == 0)
+
+    def milestone():
+        nonlocal aside, pause
+        paused = time.perf_counter()
+        keep(run, True, out, aside)
+        aside = None
+        step, train_loss, dev_loss = state['history'][-1]
+        left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
+        say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
+            f"{' '.join(sample(state, 'latest', 3))}")
+        pause += time.perf_counter() - paused
+
+    handled = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, lambda number, _: signals.append(number)) for number in handled]
     bar = tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
                disable=not sys.stderr.isatty(), dynamic_ncols=True)
     try:
-        for step, shares in zip(bar, batches(config, examples['train'], first)):
-            loss = train_step(config, p, flat, state['moments'], shares, rooms, pool, step)
+        if is_due(first):               # the run may have been interrupted just before
+            milestone()
+        for step, shares in zip(bar, batches(config, run['examples']['train'], first)):
+            loss = train_step(run, shares, step)
             if not math.isfinite(loss):
                 raise FloatingPointError
             state['step'] = step + 1
@@ -291,79 +315,92 @@ def train(state, examples, out, aside, pool):
             if signals:
                 break
             if step + 1 == steps or every and (step + 1) % every == 0:
-                paused = time.perf_counter()
-                keep(state, flat, examples)
-                evaluate_state(state, examples, pool)
-                m.save(out, state, aside)
-                aside = None
-                left = (steps - step - 1) * (time.perf_counter() - begun) / max(step - first, 1)
-                _, train_loss, dev_loss = state['history'][-1]
-                tqdm.write(f"step {step + 1:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  "
-                           f"{left:>4.0f} s left  {' '.join(sample(state, 'latest', 3))}",
-                           file=sys.stderr)
-                pause += time.perf_counter() - paused
+                milestone()
+        seconds = time.perf_counter() - begun - pause
+        if signals:
+            keep(run, False, out, aside)
     finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+        bar.close()
+        for number, handler in zip(handled, before):
             signal.signal(number, handler)
-    speed = (state['step'] - first - 1) / max(time.perf_counter() - begun - pause, 1e-9)
-    if signals or steps == 0:
-        keep(state, flat, examples)
-        if steps == 0:
-            evaluate_state(state, examples, pool)
-        m.save(out, state, aside)
-    return max(speed, 0), signals
+    return max(state['step'] - first - 1, 0) / max(seconds, 1e-9), signals
 
 
-def plot(state, path):
+def plot(state, words, path):
     """Draw the losses, and the embedding as a map of characters, into a picture file."""
-    raise NotImplementedError
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Refusal('--plot needs matplotlib: pip install matplotlib')
+    figure = Figure(figsize=(12, 5.5), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    steps, train_losses, dev_losses = np.array(state['history']).T
+    left.plot(steps, train_losses, '.-', label='train')
+    left.plot(steps, dev_losses, '.-', label='dev')
+    left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
+    left.legend()
+    C = state['best']['p']['C']                                                 # (V, E)
+    centred = C - C.mean(0)                                                     # (V, E)
+    _, spread, directions = np.linalg.svd(centred, full_matrices=False)
+    x, y = (centred @ directions[:2].T).T                                       # (V,)
+    right.scatter(x, y, s=0)                               # texts alone would set no limits
+    text = ''.join(words)
+    for character, *place in zip('.' + state['vocabulary'][1:], x, y):
+        rare = character in text and text.count(character) < 0.01 * len(text)
+        right.text(*place, character, ha='center', va='center', color='red' if rare else 'black')
+    share = (spread[:2]**2).sum() / (spread**2).sum()
+    right.set(xlabel='first principal direction', ylabel='second',
+              title=f'Embedding: {share:.0%} of its spread; "." is the boundary, '
+                    'red are characters below 1 %')
+    try:
+        figure.savefig(m.encoded(path))
+    except (OSError, ValueError) as error:
+        raise Refusal(f'cannot draw {path}: {error}')
 
 
 # ---- The command line
 
 CHOICES = dict(
-    mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=150000, batch=32, lr=0.01, seed=1,
+    mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=120000, batch=32, lr=0.003, seed=1,
              optimizer='adam', weight_decay=0., eval_every=None, backward='fused'),
     gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=6000, batch=64, lr=0.003, seed=1,
              optimizer='adam', weight_decay=0., eval_every=None, dropout=0.,
              threads=min(2, os.cpu_count() or 1)))
 
 RULES = {
-    **m.RULES, 'data': str, 'max_len': number(int, 1), 'steps': number(int, 0),
+    **m.RULES, 'data': m.text, 'max_len': number(int, 1), 'steps': number(int, 0),
     'batch': number(int, 1), 'lr': number(float, 0), 'seed': number(int, 0),
-    'optimizer': one_of(*OPTIMIZERS), 'weight_decay': number(float, 0), 'eval_every': number(int, 0),
-    'backward': one_of('fused', 'steps'), 'dropout': number(float, 0, 0.99),
-    'threads': number(int, 1, 64)}
+    'optimizer': one_of(*OPTIMIZERS), 'weight_decay': number(float, 0),
+    'dropout': number(float, 0, 0.99), 'eval_every': number(int, 0),
+    'backward': one_of('fused', 'steps'), 'threads': number(int, 1, 64)}
 
 
 def read_command_line(argv):
     parser = argparse.ArgumentParser('train.py', description='Train on a list of words.')
-    m.add_model_flags(parser)
-    group = parser.add_argument_group('the training')
-    for name, metavar, text in (
-            ('data', 'FILE', 'UTF-8 text, one word a line (data/names.txt)'),
-            ('max_len', 'N', 'skip longer words (100)'),
-            ('steps', 'N', 'steps of training (mlp 150000; gpt 6000)'),
-            ('batch', 'N', 'mlp: characters a step (32); gpt: names a step (64)'),
-            ('lr', 'F', 'highest learning rate (mlp 0.01; gpt 0.003)'),
-            ('optimizer', 'NAME', 'adam, momentum or sgd (adam)'),
-            ('weight_decay', 'F', 'pull on matrices, decoupled as in AdamW (0)'),
-            ('dropout', 'F', 'gpt: share of the stream dropped (0)'),
-            ('seed', 'N', 'of first values, order and dropout (1)'),
-            ('eval_every', 'N', 'steps between evaluations, 0: at the end only (a tenth)'),
-            ('backward', 'WAY', 'mlp: fused, or steps: in single operations (fused)'),
-            ('threads', 'N', 'gpt: shares of a batch, one for each core (2)')):
-        m.add_flag(group, RULES, name, metavar, text)
+    m.add_model_flags(parser, CHOICES)
+    m.add_flags(parser, 'the training', RULES, CHOICES, (
+        ('data', 'FILE', 'UTF-8 text, one word a line; default data/names.txt'),
+        ('max_len', 'N', 'skip longer words'),
+        ('steps', 'N', 'steps to train'),
+        ('batch', 'N', 'characters (mlp) or names (gpt) in a step'),
+        ('lr', 'F', 'highest learning rate'),
+        ('optimizer', 'NAME', 'adam, momentum or sgd'),
+        ('weight_decay', 'F', 'pull of matrices towards zero, decoupled as in AdamW'),
+        ('dropout', 'F', 'share of the stream that is dropped'),
+        ('seed', 'N', 'for first values, order and dropout'),
+        ('eval_every', 'N', 'steps between evaluations, 0: only one at the end; default a tenth'),
+        ('backward', 'WAY', 'fused, or steps: the column of single operations'),
+        ('threads', 'N', 'shares of a batch, worked on at once')))
     group = parser.add_argument_group('the run')
-    group.add_argument('--out', metavar='FILE', help='checkpoint (out/MODEL.npz)')
+    group.add_argument('--out', type=m.text, metavar='FILE', help='checkpoint; default out/MODEL.npz')
     group.add_argument('--resume', action='store_true', help='go on with the run in --out')
     group.add_argument('--check', action='store_true', help='prove the gradients before training')
-    group.add_argument('--plot', metavar='FILE', help='draw losses and embedding (needs matplotlib)')
+    group.add_argument('--plot', type=m.text, metavar='FILE', help='draw losses and embedding (by matplotlib)')
     return vars(parser.parse_args(argv))
 
 
 def start(typed):
-    """The configuration, the words and the state of a new run."""
+    """The state of a new run, and the words it is for."""
     config = m.configure(typed, CHOICES)
     if config['eval_every'] is None:
         config['eval_every'] = max(1, config['steps'] // 10)
@@ -373,111 +410,126 @@ def start(typed):
     if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
         raise Refusal('--backward steps is the column as written, with batch norm and tanh: '
                       'leave out --no-batchnorm and --act')
-    words, config['sha256'], notes = read_words(config)
+    words = read_words(config)
     config['longest'] = max(map(len, words))
     if not config['context']:
         config['context'] = config['longest'] + 1
     vocabulary = m.make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
-    state = dict(
-        config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
-        moments=np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32),
-        latest=dict(p=m.views(m.PARAMETERS[config['model']](config), flat), statistics={}))
-    return state, words, notes
+    latest = dict(p=m.views(m.PARAMETERS[config['model']](config), flat), statistics={})
+    moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
+    return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
+                moments=moments, latest=latest), words
 
 
 def go_on(typed, out):
-    """The state in a checkpoint, the words it goes on with, and what there is to say."""
+    """The state of the run in the file `out`, and the words to go on with."""
     state = m.load(out)
     config = state['config']
     try:
-        m.check_rules(config, {**RULES, 'sha256': str}, ['sha256', *CHOICES[config['model']]])
-    except (KeyError, argparse.ArgumentTypeError) as error:
+        m.check_rules(config, RULES, CHOICES[config['model']])
+        if len(state['moments']) != MOMENTS[config['optimizer']]:
+            raise ValueError(f"its moments are not those of {config['optimizer']}")
+    except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
         raise Refusal(f'{out} is not a checkpoint in good order: {error}')
     for name in typed:
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
             raise Refusal(f'--{name.replace("_", "-")} {typed[name]} contradicts {out}, which has '
                           f'{config.get(name)}: leave it out, or start a new run')
-    if typed.get('steps', config['steps']) < state['step']:
-        raise Refusal(f"--steps {typed['steps']}: {out} is at step {state['step']} already")
     sha256 = config['sha256']
     config.update(typed)
-    words, config['sha256'], notes = read_words(config)
+    if config['steps'] < state['step']:
+        raise Refusal(f"--steps {config['steps']}: {out} is at step {state['step']} already")
+    words = read_words(config)
     vocabulary = m.make_vocabulary(words)
     if vocabulary != state['vocabulary']:
         raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
                       f"{state['vocabulary'][1:]!r}")
     if config['sha256'] != sha256:
-        notes.append('the data is not what this run began with; its characters are')
-    notes.append(f"going on from step {state['step']} of {out}")
-    return state, words, notes
+        say('the data is not what this run began with, but its characters are')
+    say(f"going on from step {state['step']} of {out}")
+    return state, words
 
 
 def check_place(out):
-    """Try that the checkpoint can be written; returns a free name for one that stands there."""
+    """Try that the checkpoint can be written; returns a free name for the one that stands there."""
+    path = m.encoded(out)
     try:
-        os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
-        if os.path.isdir(out):
+        os.makedirs(os.path.dirname(path) or b'.', exist_ok=True)
+        if os.path.isdir(path):
             raise IsADirectoryError(21, 'it is a folder')
-        with open(f'{out}.tmp', 'wb'):
+        with open(path + b'.tmp', 'wb'):
             pass
-        os.remove(f'{out}.tmp')
+        os.remove(path + b'.tmp')
     except OSError as error:
-        raise Refusal(f'cannot write {out}: {error.strerror}; choose another --out')
+        raise Refusal(f'cannot write {out}: {m.reason(error)}; choose another --out')
     base, end = os.path.splitext(out)
-    number = 1
-    while os.path.exists(f'{base}.{number}{end}'):
-        number += 1
-    return f'{base}.{number}{end}' if os.path.exists(out) else None
+    names = (f'{base}.{number}{end}' for number in itertools.count(1))
+    free = (name for name in names if not os.path.exists(m.encoded(name)))
+    return next(free) if os.path.exists(path) else None
 
 
-def say_compiling(kernel):
-    """Tell once that the kernels are compiled, and if that is so at each start, why."""
-    folder = kernel.stats.cache_path
+def say_compiling(kernels):
+    """Tell that kernels are going to be compiled, this once or, without a place for them, always."""
+    folder = kernels[0].stats.cache_path
     if not folder:
-        print('compiling: no folder can keep the kernels, so this takes a few seconds each time '
-              '(NUMBA_CACHE_DIR names another)', file=sys.stderr)
-    elif not glob.glob(os.path.join(folder, f'*.{kernel.__name__}-*.nbi')):
-        print('compiling the kernels, this once: a few seconds', file=sys.stderr)
+        say('compiling the kernels, a few seconds each time: no folder can keep them '
+            '(NUMBA_CACHE_DIR names another)')
+    elif not all(glob.glob(os.path.join(folder, f'*.{kernel.__name__}-*.nbi'))
+                 for kernel in kernels):
+        say('compiling the kernels, this once: a few seconds')
+
+
+def check_gradients(config, examples):
+    """Prove the gradients of this very model on a few of its words, or refuse to train."""
+    chosen = np.arange(min(len(examples[1]), 16 if config['model'] == 'mlp' else 4))
+    batch = m.BATCH[config['model']](config, examples, chosen)
+    prove = backward.prove_steps if config.get('backward') == 'steps' else backward.prove_model
+    rows = prove(config, batch, np.random.default_rng(1), np.dtype('float64'), samples=50)
+    if backward.print_rows(config['model'], rows, np.dtype('float64'), sys.stderr):
+        raise Refusal('a gradient is wrong, so nothing was trained: see python backward.py')
 
 
 @m.command
 def main(argv=None):
     typed = read_command_line(argv)
     resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
+    if '' in (typed.get('data'), typed['out']):
+        raise Refusal('--data and --out take the name of a file, not nothing')
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
-    state, words, notes = go_on(typed, out) if resume else start(typed)
+    state, words = go_on(typed, out) if resume else start(typed)
     config = state['config']
     aside = check_place(out)
-    if resume:
-        aside = None
-    for note in notes:
-        print(note, file=sys.stderr)
     parts = dict(zip(('train', 'dev', 'test'), split(words)))
-    parts['some of train'] = parts['train'][:len(parts['dev'])]
+    parts['sample'] = parts['train'][:len(parts['dev'])]   # of train, enough for the road
     examples = {part: m.EXAMPLES[config['model']](config, some, state['vocabulary'])
                 for part, some in parts.items()}
-    say_compiling(m.attention if config['model'] == 'gpt' else m.batchnorm)
+    if check:
+        check_gradients(config, examples['train'])
+    say_compiling([OPTIMIZERS[config['optimizer']],
+                   m.attention if config['model'] == 'gpt' else m.embedding])
     with ThreadPoolExecutor(config.get('threads', 1)) as pool:
         try:
-            speed, signals = train(state, examples, out, aside, pool)
+            speed, signals = train(new_run(state, examples, pool), out, None if resume else aside)
         except FloatingPointError:
             last = f"{out} keeps step {state['history'][-1][0]}" if state['history'] else \
                 'nothing was written'
-            print(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
-                  f"{config['lr']:g}; {last}", file=sys.stderr)
+            say(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
+                f"{config['lr']:g}; {last}")
             return 1
         if signals:
-            print(f"stopped at step {state['step']}, all of it kept; to go on: "
-                  f"{shlex.join(['python', 'train.py', '--resume', '--out', out])}", file=sys.stderr)
+            command = shlex.join(['python', 'train.py', '--resume', '--out', out])
+            say(f"stopped at step {state['step']}, all of it kept; to go on: {command}")
             return 128 + signals[0]
         best = usable(state, 'best')
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
-    print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:.0f} steps a second, best at "
-          f"step {state['best_step']}, kept in {out}")
+    print(f"{sum(w.size for w in best['p'].values()):,} parameters, {speed:,.0f} steps a second, "
+          f"best at step {state['best_step']}, kept in {out}")
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(state, 'best', 10), sep='\n')
+    if picture:
+        plot(state, words, picture)
 
 
 if __name__ == '__main__':

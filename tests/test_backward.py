@@ -1,0 +1,506 @@
+import itertools
+
+import numpy as np
+import pytest
+from oracle import (
+    ACTIVATIONS, BATCHES, CASES, NORMS, WORDS, central_difference_along, central_differences,
+    column_after, complex_step, error, gpt_batch_of, gpt_config, mlp_batch_of, mlp_config, normal,
+    plain_gpt_batch, plain_loss, plain_mlp, ragged, random_parameters, run, unset)
+
+import backward
+import model as m
+import train
+
+# Every measure is max|ours - truth| / max|gradient of the block|. Two blocks of the column are
+# zero by nature, so that their largest element is rounding; for these it is over ZERO instead.
+CENTRAL, COMPLEX, ZERO = 1e-7, 1e-13, 1
+
+INTERMEDIATES = (
+    'emb', 'embcat', 'hprebn', 'bnmeani', 'bndiff', 'bndiff2', 'bnvar', 'bnvar_inv', 'bnraw',
+    'hpreact', 'h', 'logits', 'logit_maxes', 'norm_logits', 'counts', 'counts_sum',
+    'counts_sum_inv', 'probs', 'logprobs')
+ZERO_BY_NATURE = 'logit_maxes', 'b1'
+SMOOTH = 'tanh', 'sigmoid', 'silu', 'gelu'
+
+
+def rng(*seed):
+    return np.random.default_rng(seed)
+
+
+# ---- The column
+
+def column(N, dtype=np.float64):
+    p, flat = random_parameters(mlp_config(True, 'tanh'), rng(N), dtype)
+    X, Y = mlp_batch_of(rng(1, N), N)
+    loss, a = m.mlp_steps(p, X, Y)
+    return p, X, Y, a, backward.mlp_steps_backward(p, X, Y, a)
+
+
+def floor(name):
+    return ZERO if name in ZERO_BY_NATURE else 0
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+def test_column_gives_a_gradient_of_the_same_shape_and_dtype_for_every_value(dtype):
+    p, X, Y, a, d = column(4, dtype)
+    assert sorted(a) == sorted(INTERMEDIATES)
+    assert sorted(d) == sorted(INTERMEDIATES + m.MLP_PARAMETERS)
+    for name, value in {**p, **a}.items():
+        assert (d[name].shape, d[name].dtype) == (value.shape, dtype), name
+
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('name', m.MLP_PARAMETERS)
+def test_column_parameter_gradients_by_central_differences(name, N):
+    p, X, Y, a, d = column(N)
+    truth = central_differences(lambda: m.mlp_steps(p, X, Y)[0], p[name])
+    assert error(d[name], truth, floor(name)) <= CENTRAL
+
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('name', INTERMEDIATES)
+def test_column_intermediate_gradients_by_central_differences(name, N):
+    p, X, Y, a, d = column(N)
+    values, rest = {**p, **a, 'Y': Y, 'n': N}, column_after(name)
+    truth = central_differences(lambda: rest(values), a[name])
+    assert error(d[name], truth, floor(name)) <= CENTRAL
+
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('name', m.MLP_PARAMETERS)
+def test_column_parameter_gradients_by_complex_step(name, N):
+    p, X, Y, a, d = column(N)
+    q = {key: value.astype(np.complex128) for key, value in p.items()}
+    truth = complex_step(lambda: m.mlp_steps(q, X, Y)[0], q[name])
+    assert error(d[name], truth, floor(name)) <= COMPLEX
+
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('name', INTERMEDIATES)
+def test_column_intermediate_gradients_by_complex_step(name, N):
+    p, X, Y, a, d = column(N)
+    values = {key: value.astype(np.complex128) for key, value in {**p, **a}.items()}
+    rest = column_after(name)
+    truth = complex_step(lambda: rest({**values, 'Y': Y, 'n': N}), values[name])
+    assert error(d[name], truth, floor(name)) <= COMPLEX
+
+
+@pytest.mark.parametrize('name', ZERO_BY_NATURE)
+def test_column_gradients_that_are_zero_by_nature_are_nothing_but_rounding(name):
+    for N in BATCHES:
+        assert np.abs(column(N)[-1][name]).max() <= 2e-14
+
+
+def test_column_in_float32_agrees_with_float64():
+    p, X, Y, a, d = column(32)
+    q = {name: value.astype(np.float32) for name, value in p.items()}
+    single = backward.mlp_steps_backward(q, X, Y, m.mlp_steps(q, X, Y)[1])
+    for name in d:
+        assert error(single[name], d[name], floor(name)) <= 5e-6, name
+
+
+# ---- Layers
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('name', CASES)
+def test_layer_gradients_by_central_differences(name, N):
+    case = CASES[name](rng(N), N)
+    for key, value in case.inputs.items():
+        truth = central_differences(case.loss, value)
+        assert error(case.gradients[key], truth) <= CENTRAL, key
+
+
+def test_every_activation_and_norm_has_its_backward():
+    assert list(m.ACTIVATIONS) == list(backward.ACTIVATIONS_BACKWARD)
+    assert list(m.NORMS) == list(backward.NORMS_BACKWARD)
+
+
+@pytest.mark.parametrize('name', ['relu', 'leaky_relu'])
+def test_rectifier_derivative_at_zero_is_that_of_negative_numbers(name):
+    x, dy = np.array([[0., -0., -1.]]), np.array([[3., 5., 7.]])
+    y, dx = unset((1, 3), (1, 3))
+    m.ACTIVATIONS[name](x, None, y)
+    backward.ACTIVATIONS_BACKWARD[name](dy, x, None, y, dx)
+    assert (dx == dy * {'relu': 0, 'leaky_relu': 0.01}[name]).all()
+
+
+def test_softmax_backward_may_overwrite_its_upstream_gradient():
+    dy, z = normal(rng(1), 7, 7)
+    probs, dz = unset(7, 7)
+    m.softmax(z, probs)
+    backward.softmax_backward(dy, probs, dz)
+    backward.softmax_backward(dy, probs, dy)
+    assert (dy == dz).all()
+
+
+def test_softmax_backward_is_the_jacobian_times_the_upstream_gradient():
+    dy, z = normal(rng(2), 7, 7)
+    probs, dz = unset(7, 7)
+    m.softmax(z, probs)
+    backward.softmax_backward(dy, probs, dz)
+    jacobian = np.diag(probs) - np.outer(probs, probs)
+    assert error(dz, jacobian @ dy) <= 1e-15
+
+
+def test_attention_gives_no_gradient_to_a_row_that_nothing_looked_at():
+    case = CASES['attention'](rng(1), 32)
+    dy = np.zeros_like(case.dy)
+    qkv, dqkv = case.inputs['qkv'], np.full((32, 45), np.nan)
+    rows, first = ragged(case.fixed['lengths'])
+    dy[10] = 1                          # the last but one row of the name in rows 7 to 10 is 9
+    weights, dweights, ctx = unset((3, 200), (3, 200), (32, 15))
+    m.attention(qkv, rows, first, weights, ctx)
+    backward.attention_backward(dy, qkv, first, weights, dweights, dqkv)
+    touched = np.abs(dqkv).max(1) > 0
+    assert (touched == ((first == first[10]) & (rows <= 10))).all()
+
+
+# ---- Both models
+
+def mlp_inputs(batchnorm, act, N):
+    config, generator = mlp_config(batchnorm, act), rng(N)
+    p, flat = random_parameters(config, generator)
+    return config, p, mlp_batch_of(generator, N)
+
+
+@pytest.mark.parametrize('N', BATCHES)
+@pytest.mark.parametrize('batchnorm', [True, False])
+@pytest.mark.parametrize('act', ACTIVATIONS)
+def test_mlp_gradients_by_central_differences(act, batchnorm, N):
+    config, p, batch = mlp_inputs(batchnorm, act, N)
+    model = run(config, p, batch)
+    assert list(model.g) == list(p)
+    for name, g in model.g.items():
+        truth = central_differences(model.loss, p[name])
+        assert error(g, truth, floor(name) if batchnorm else 0) <= CENTRAL, name
+
+
+@pytest.mark.parametrize('batchnorm', [True, False])
+@pytest.mark.parametrize('act', ACTIVATIONS)
+def test_mlp_gradients_by_complex_step_through_plain_numpy(act, batchnorm):
+    config, p, (X, Y) = mlp_inputs(batchnorm, act, 4)
+    q = {name: w.astype(np.complex128) for name, w in p.items()}
+    for name, g in run(config, p, (X, Y)).g.items():
+        truth = complex_step(lambda: plain_loss(plain_mlp(config, q, X), Y), q[name])
+        assert error(g, truth, floor(name) if batchnorm else 0) <= COMPLEX, name
+
+
+def gpt_inputs(norm, act, layers, heads, dropout):
+    config, generator = gpt_config(norm, act, layers, heads), rng(layers, heads)
+    p, flat = random_parameters(config, generator)
+    batch = gpt_batch_of(config, WORDS)
+    masks = None
+    if dropout:
+        masks = (generator.random((2*layers + 1, len(batch[1]), 12)) >= 0.3) / 0.7
+    return config, p, batch, masks
+
+
+COMBINATIONS = list(itertools.product(NORMS, ACTIVATIONS, [1, 2], [1, 4], [False, True]))
+
+
+@pytest.mark.parametrize('norm, act, layers, heads, dropout', COMBINATIONS)
+def test_gpt_gradients_by_central_differences_of_sampled_elements(
+        norm, act, layers, heads, dropout):
+    config, p, batch, masks = gpt_inputs(norm, act, layers, heads, dropout)
+    model, generator = run(config, p, batch, masks), rng(7)
+    assert list(model.g) == list(p)
+    for name, g in model.g.items():
+        picked = generator.choice(g.size, 8, replace=False)
+        truth = central_differences(model.loss, p[name], picked)
+        assert error(g, truth, picked=picked) <= CENTRAL, name
+        direction = generator.standard_normal(g.shape) / np.sqrt(g.size)
+        slope = central_difference_along(model.loss, p[name], direction)
+        assert abs((g * direction).sum() - slope) / np.abs(g).max() <= CENTRAL, name
+
+
+@pytest.mark.parametrize('norm, act, layers, heads, dropout', [
+    ('rmsnorm', 'gelu', 2, 4, True), ('layernorm', 'silu', 1, 1, False),
+    *(pytest.param(*combination, marks=pytest.mark.slow) for combination in COMBINATIONS)])
+def test_gpt_gradients_by_central_differences_of_all_elements(norm, act, layers, heads, dropout):
+    config, p, batch, masks = gpt_inputs(norm, act, layers, heads, dropout)
+    model = run(config, p, batch, masks)
+    for name, g in model.g.items():
+        assert error(g, central_differences(model.loss, p[name])) <= CENTRAL, name
+
+
+def check_gpt_by_complex_step(norm, act, layers, heads, dropout, count):
+    config, p, batch, masks = gpt_inputs(norm, act, layers, heads, dropout)
+    q = {name: w.astype(np.complex128) for name, w in p.items()}
+
+    def loss():
+        return plain_loss(plain_gpt_batch(config, q, batch, masks), batch[1])
+
+    for name, g in run(config, p, batch, masks).g.items():
+        picked = rng(8).permutation(g.size)[:count]
+        truth = complex_step(loss, q[name], picked)
+        assert error(g, truth, picked=picked) <= COMPLEX, name
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('act', ACTIVATIONS)
+def test_gpt_gradients_by_complex_step_through_plain_numpy(norm, act):
+    check_gpt_by_complex_step(norm, act, 2, 4, True, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('norm, act, layers, heads, dropout', COMBINATIONS)
+def test_gpt_gradients_by_complex_step_of_all_elements(norm, act, layers, heads, dropout):
+    check_gpt_by_complex_step(norm, act, layers, heads, dropout, None)
+
+
+@pytest.mark.parametrize('words', [['d'], ['bagga'], ['d', 'a', 'd'], ['bagga', 'bagga']])
+@pytest.mark.parametrize('norm', NORMS)
+def test_gpt_gradients_of_names_of_one_character_and_of_the_full_context(norm, words):
+    config = gpt_config(norm, 'gelu', 2, 4)
+    p, flat = random_parameters(config, rng(1))
+    model, generator = run(config, p, gpt_batch_of(config, words)), rng(2)
+    for name, g in model.g.items():
+        picked = generator.choice(g.size, 24, replace=False)
+        truth = central_differences(model.loss, p[name], picked)
+        assert error(g, truth, picked=picked) <= CENTRAL, name
+
+
+def test_gpt_gives_no_gradient_to_positions_that_no_name_reaches():
+    config = gpt_config('rmsnorm', 'gelu', 2, 4)
+    p, flat = random_parameters(config, rng(1))
+    model = run(config, p, gpt_batch_of(config, ['cab', 'd']))
+    assert (np.abs(model.g['P']).max(1) > 0).tolist() == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize('config', [
+    mlp_config(True, 'tanh'), mlp_config(False, 'silu'), gpt_config('rmsnorm', 'gelu', 2, 4),
+    gpt_config('layernorm', 'relu', 1, 1)])
+def test_gradients_in_float32_agree_with_float64(config):
+    p, flat = random_parameters(config, rng(1))
+    q = m.views(m.PARAMETERS[config['model']](config), flat.astype(np.float32))
+    batch = gpt_batch_of(config, WORDS)
+    if config['model'] == 'mlp':
+        batch = mlp_batch_of(rng(2), 32)
+    double, single = run(config, p, batch), run(config, q, batch)
+    assert abs(single.loss() - double.loss()) <= 1e-6
+    for name, g in double.g.items():
+        assert single.g[name].dtype == np.float32
+        floor = ZERO if name == 'b1' and config['batchnorm'] else 0
+        assert error(single.g[name], g, floor) <= 3e-6, name
+
+
+# ---- The table of characters
+
+def real_batch():
+    """32 examples of real names, for a model of the default sizes."""
+    words = m.read_lines(m.data_path({'data': ''}))[0][:1000]
+    vocabulary = m.make_vocabulary(words)
+    config = dict(m.CHOICES['mlp'], model='mlp', vocabulary=len(vocabulary))
+    examples = m.mlp_examples(config, words, vocabulary)
+    batch = m.mlp_batch(config, examples, rng(1).integers(0, len(examples[1]), 32))
+    flat = m.make_parameters(config, rng(2), np.float64)
+    return config, vocabulary, m.views(m.mlp_parameters(config), flat), flat, batch
+
+
+@pytest.mark.parametrize('way', ['steps', 'fused'])
+def test_rows_with_gradient_are_the_characters_in_the_batch(way):
+    config, vocabulary, p, flat, (X, Y) = real_batch()
+    if way == 'steps':
+        dC = backward.mlp_steps_backward(p, X, Y, m.mlp_steps(p, X, Y)[1])['C']
+    else:
+        dC = run(config, p, (X, Y)).g['C']
+    rows_with_gradient = np.flatnonzero(np.abs(dC).sum(1) > 0)
+    characters_in_batch = sorted(set(X.ravel().tolist()))
+    assert rows_with_gradient.tolist() == characters_in_batch
+    assert 0 < len(characters_in_batch) < 27
+    assert (np.delete(dC, characters_in_batch, axis=0) == 0).all()
+
+
+@pytest.mark.parametrize('optimizer, goes_on', [('sgd', False), ('momentum', True), ('adam', True)])
+def test_rows_not_fetched_stay_but_under_moments_a_row_fetched_earlier_goes_on(optimizer, goes_on):
+    config, vocabulary, p, flat, batch = real_batch()
+    moments = np.zeros((train.MOMENTS[optimizer], len(flat)))
+    before = p['C'].copy()
+    fetched = []
+    ids = np.array([[1, 2, 3], [2, 2, 1], [3, 1, 2], [3, 3, 1]])
+    for t, X in enumerate([ids, ids + 2], 1):
+        model = run(config, p, (X, np.array([1, 2, 3, 4])))
+        dw = np.concatenate([g.ravel() for g in model.g.values()])
+        last = p['C'].copy()
+        train.OPTIMIZERS[optimizer](flat, dw, moments, 0.01, t)
+        fetched.append(np.flatnonzero((p['C'] != last).any(1)).tolist())
+    assert fetched == [[1, 2, 3], [1, 2, 3, 4, 5] if goes_on else [3, 4, 5]]
+    never = np.setdiff1d(np.arange(27), [1, 2, 3, 4, 5])
+    assert (p['C'][never] == before[never]).all()
+
+
+def fetches():
+    """96 fetches of 27 rows: some rows not at all, some once, some many times."""
+    X = rng(5).integers(0, 15, (32, 3))
+    X[0] = 20, 21, 22                   # these three exactly once
+    return X, normal(rng(6), (32, 3, 10))[0]
+
+
+def plain_loop(X, demb):
+    dC = np.zeros((27, 10))
+    for k in range(len(X)):
+        for j in range(X.shape[1]):
+            dC[X[k, j]] += demb[k, j]
+    return dC
+
+
+def test_fancy_index_addition_is_wrong_in_exactly_the_rows_fetched_more_than_once():
+    X, demb = fetches()
+    dC = np.zeros((27, 10))
+    dC[X] += demb
+    times = np.bincount(X.ravel(), minlength=27)
+    assert (times == 0).any() and (times == 1).sum() >= 3 and (times > 1).any()
+    assert ((dC != plain_loop(X, demb)).any(1) == (times > 1)).all()
+
+
+def test_add_at_double_loop_kernel_and_one_hot_product_scatter_alike():
+    X, demb = fetches()
+    truth = plain_loop(X, demb)
+    added, jitted = np.zeros((27, 10)), np.zeros((27, 10))
+    np.add.at(added, X, demb)
+    backward.embedding_backward(demb, X, jitted)
+    onehot = np.eye(27)[X.ravel()]
+    assert (added == truth).all()
+    assert (jitted == truth).all()
+    assert error(onehot.T @ demb.reshape(-1, 10), truth) <= 1e-15
+
+
+def test_embedding_backward_adds_to_what_is_there():
+    X, demb = fetches()
+    dC = np.ones((27, 10))
+    backward.embedding_backward(demb, X, dC)
+    assert error(dC - 1, plain_loop(X, demb)) <= 1e-15
+
+
+# ---- Traps: in each a formula that looks right, and how far the check sees it to be off
+
+def test_trap_layernorm_mean_term():
+    case = CASES['layernorm'](rng(4), 4)
+    x, gain = case.inputs['x'], case.inputs['gain']
+    std_inv = (x.var(1, keepdims=True) + 1e-5)**-0.5
+    raw = (x - x.mean(1, keepdims=True)) * std_inv
+    draw = gain * case.dy
+    coupling = (draw * raw).mean(1, keepdims=True)
+    without = std_inv * (draw - raw * coupling)
+    right = std_inv * (draw - draw.mean(1, keepdims=True) - raw * coupling)
+    truth = central_differences(case.loss, x)
+    assert error(without, truth) > 0.05
+    assert error(right, truth) <= CENTRAL
+    assert error(case.gradients['x'], truth) <= CENTRAL
+
+
+@pytest.mark.parametrize('norm', NORMS)
+def test_trap_norm_coupling_of_components(norm):
+    case = CASES[norm](rng(4), 4)
+    x, gain = case.inputs['x'], case.inputs['gain']
+    mean = x.mean(1, keepdims=True) if norm == 'layernorm' else 0
+    inv = (((x - mean)**2).mean(1, keepdims=True) + 1e-5)**-0.5
+    draw = gain * case.dy
+    without = inv * (draw - (draw.mean(1, keepdims=True) if norm == 'layernorm' else 0))
+    truth = central_differences(case.loss, x)
+    assert error(without, truth) > 0.05
+    assert error(case.gradients['x'], truth) <= CENTRAL
+
+
+def test_trap_gelu_second_term():
+    x = np.linspace(-6, 6, 97).reshape(1, -1)
+    y, s, dx = unset(x.shape, x.shape, x.shape)
+    dy, = normal(rng(3), x.shape)
+
+    def loss():
+        m.gelu(x, s, y)
+        return (dy * y).sum()
+
+    truth = central_differences(loss, x)
+    loss()
+    first_term = dy * (1 + s) / 2
+    backward.gelu_backward(dy, x, s, y, dx)
+    assert error(dx, truth) <= CENTRAL
+    assert error(first_term, truth) > 0.05
+    large = x[0] > 4                    # here it does not show
+    assert error(first_term[0, large], truth[large]) < 1e-3
+
+
+@pytest.mark.parametrize('norm', NORMS)
+def test_trap_tied_table_has_two_contributions(norm):
+    config, p, batch, masks = gpt_inputs(norm, 'gelu', 2, 4, True)
+    model = run(config, p, batch, masks)
+    truth = central_differences(model.loss, p['C'])
+    onehot = np.eye(11)[batch[0][:, 0]]
+    as_readout = model.d['logits'].T @ model.a['normed'][-1]
+    as_input = onehot.T @ model.d['emb'][:, 0]
+    assert error(as_readout + as_input, truth) <= CENTRAL
+    assert error(model.g['C'], truth) <= CENTRAL
+    assert error(as_readout, truth) > 0.05
+    assert error(as_input, truth) > 0.05
+    assert (np.abs(as_readout).max(1) > 0).all()           # every row, and only those fetched:
+    assert ((np.abs(as_input).max(1) > 0) == onehot.any(0)).all()
+
+
+def batchnorm_formula(case, divisor_of_variance, bessel):
+    """batchnorm_backward's expression with n or n - 1 at will."""
+    x, gain, dy, n = case.inputs['x'], case.inputs['gain'], case.dy, len(case.dy)
+    diff = x - x.mean(0)
+    var_inv = ((diff**2).sum(0) / divisor_of_variance + 1e-5)**-0.5
+    raw = diff * var_inv
+    return gain * var_inv * (dy - dy.mean(0) - bessel * raw * (dy * raw).mean(0))
+
+
+@pytest.mark.parametrize('N', BATCHES)
+def test_trap_bessel_divisor_of_the_variance(N):
+    case = CASES['batchnorm'](rng(N), N)
+    truth = central_differences(case.loss, case.inputs['x'])
+    assert error(batchnorm_formula(case, N - 1, N / (N - 1)), truth) <= CENTRAL
+    assert error(batchnorm_formula(case, N - 1, 1), truth) > 0.002
+    assert error(batchnorm_formula(case, N, 1), truth) > 0.01
+    assert error(case.gradients['x'], truth) <= CENTRAL
+
+
+@pytest.mark.parametrize('N, off', [(32, 0.016), (4, 0.134), (3, 0.184), (2, 0.293)])
+def test_trap_bessel_counts_more_the_smaller_the_batch(N, off):
+    x, = normal(rng(N), (N, 7))
+    x *= 1e4                            # eps vanishes beside this
+    raw, var_inv, y = unset((N, 7), 7, (N, 7))
+    m.batchnorm(x, np.ones(7), np.zeros(7), raw, var_inv, y)
+    by_n = (x - x.mean(0)) / x.std(0)
+    assert raw / by_n == pytest.approx(1 - off, abs=5e-4)
+
+
+@pytest.mark.parametrize('N', BATCHES)
+def test_trap_divisor_of_the_mean(N):
+    case = CASES['cross_entropy'](rng(N), N)
+    logits, Y = case.inputs['logits'], case.fixed['Y']
+    truth = central_differences(case.loss, logits)
+    e = np.exp(logits)
+    without = e / e.sum(1, keepdims=True) - np.eye(11)[Y]
+    assert error(without, truth) == pytest.approx(1 - 1 / N, abs=1e-6)
+    assert error(without / N, truth) <= CENTRAL
+
+
+def test_trap_divisor_of_a_ragged_batch_is_its_rows_and_not_its_names():
+    config, p, batch, masks = gpt_inputs('rmsnorm', 'gelu', 1, 4, False)
+    model = run(config, p, batch)
+    truth = central_differences(model.loss, p['C'])
+    assert len(batch[1]) == 18 and len(WORDS) == 4
+    assert error(model.g['C'], truth) <= CENTRAL
+    assert error(model.g['C'] * 18 / 4, truth) > 0.5
+
+
+def test_trap_upstream_gradient_of_ones_hides_a_wrong_normalizer():
+    N = 4
+    x, dy = normal(rng(N), (N, 7), (N, 7))
+    gain, bias = np.ones(7), np.zeros(7)
+    raw, var_inv, y, dx, dgain, dbias = unset((N, 7), 7, (N, 7), (N, 7), 7, 7)
+    m.batchnorm(x, gain, bias, raw, var_inv, y)
+
+    def right(dy):
+        backward.batchnorm_backward(dy, gain, raw, var_inv, dx, dgain, dbias)
+        return dx
+
+    def wrong(dy):
+        return var_inv * (dy - dy.mean(0))
+
+    ones = np.ones((N, 7))
+    assert np.abs(right(ones)).max() <= 1e-14
+    assert np.abs(wrong(ones)).max() <= 1e-14
+    assert error(wrong(dy), right(dy)) > 0.05

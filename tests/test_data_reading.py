@@ -1,0 +1,346 @@
+import os
+import random
+import re
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import model
+import sample
+import train
+from conftest import (
+    NAMES, SIZES, best_of, both_models, call, finish, losses_of, process, split_of, without_times,
+    write_words)
+
+CLEAN = ["anna", "bob", "Zoë", "ella", "李小龙", "ned", "bob", "lea", "mia", "kim", "lou", "max"]
+
+
+def state_but(path, *names):
+    """All that a checkpoint holds, the named entries of the configuration left out."""
+    with np.load(path) as file:
+        arrays = {name: file[name].tobytes() for name in file.files if name != "config"}
+    config = model.load(path)["config"]
+    return arrays, {name: value for name, value in config.items() if name not in names}
+
+
+# ---- Bytes to words
+
+@both_models
+@pytest.mark.parametrize("content", [
+    pytest.param("\ufeff" + "\n".join(CLEAN) + "\n", id="BOM"),
+    pytest.param("\r\n".join(CLEAN) + "\r\n", id="CRLF"),
+    pytest.param("\r".join(CLEAN) + "\r", id="lone CR"),
+    pytest.param("\n".join(CLEAN), id="no final newline"),
+    pytest.param("\n\n" + "\n \n\t\n\n".join(CLEAN) + "\n\n", id="blank lines"),
+    pytest.param("\n".join(f"  {word}\t " for word in CLEAN) + "\n", id="spaces at the edges"),
+    pytest.param("\ufeff \r\n\t" + " \r\n\r".join(CLEAN), id="all of it"),
+    pytest.param(unicodedata.normalize("NFD", "\n".join(CLEAN)) + "\n", id="NFD"),
+])
+def test_the_same_words_however_the_file_was_saved(learn, run, kind, content):
+    results = []
+    for raw in ("\n".join(CLEAN) + "\n", content):
+        Path("w.txt").write_bytes(raw.encode())
+        trained = learn(kind, "--steps", 4, "--eval-every", 2, "--out", "x.npz")
+        sampled = run(sample, "x.npz", "-n", 5)
+        assert (trained.status, sampled.status) == (0, 0)
+        results.append((without_times(trained.out), sampled.out, state_but("x.npz", "sha256")))
+        os.remove("x.npz")
+    assert results[0] == results[1]
+
+
+def test_read_lines_gives_words_in_nfc_without_edges(here):
+    Path("w.txt").write_bytes("\ufeff anna\r\n\tZoe\u0308 \rbob\n\nlast".encode())
+    assert model.read_lines("w.txt")[0] == ["anna", "Zoë", "bob", "", "last"]
+
+
+@pytest.mark.parametrize("separator", "\v\f\x1c\x1d\x1e\x85\u2028\u2029")
+def test_exotic_separators_are_ordinary_characters(learn, separator):
+    write_words([f"an{separator}na", f"{separator}bob", f"ned{separator}", separator])
+    assert "4 lines, 4 words used, 4 distinct" in learn("mlp", "--steps", 1).err
+    assert best_of("out/mlp.npz")["vocabulary"] == "".join(sorted("\0abdeno" + separator))
+
+
+@pytest.mark.parametrize("word", [
+    "an na", "a.n.", "a--", "-a", "<s>", "%s", "%", "{0}", "\\n", "'\"", "$(a)", "#a", "a,", ";",
+    "0", "é", "ß", "李", "🙂", "𝔸", "\u200b", "\u00a0", "\x7f", "\x1b[31m", "\ufffd", "a\ufeff"])
+@both_models
+def test_anything_printable_is_data(learn, run, kind, word):
+    write_words([word, "ab"] * 6)
+    assert learn(kind, "--steps", 2).status == 0
+    assert best_of(f"out/{kind}.npz")["vocabulary"] == "".join(sorted(set("\0ab" + word)))
+    scored = run(sample, f"out/{kind}.npz", f"--score={word}", "--json")
+    assert scored.status == 0 and scored.out.count("\n") == 1
+
+
+def test_case_is_never_changed(learn):
+    write_words(["Anna", "aNNa", "ÄÖ", "äö"] * 3)
+    assert "4 distinct" in learn("mlp", "--steps", 1).err
+    assert best_of("out/mlp.npz")["vocabulary"] == "\0ANanÄÖäö"
+
+
+def test_composed_characters_are_one_and_prefixes_too(learn, run):
+    write_words([unicodedata.normalize("NFD", word) for word in ("Zoë", "André", "Åsa", "각")] * 3)
+    assert learn("mlp", "--steps", 1).status == 0
+    assert best_of("out/mlp.npz")["vocabulary"] == "\0AZadnorsÅéë각"
+    sampled = run(sample, "out/mlp.npz", "-n", 3, "--prefix", "Zoe\u0308")
+    assert sampled.status == 0
+    assert all(name.startswith("Zoë") for name in sampled.out.splitlines())
+    assert len(sampled.out.splitlines()) == 3
+
+
+# ---- Files that are refused
+
+@pytest.mark.parametrize("raw, offset, byte", [
+    (b"anna\nZo\xeb\n", 7, "0xeb"), (b"\xff", 0, "0xff"), (b"anna\nbob\xc3", 8, "0xc3"),
+    (b"\xef\xbb\xbfanna\xe9", 7, "0xe9"), (b"a\xed\xa0\x80", 1, "0xed"), (b"\xc0\x80", 0, "0xc0")])
+def test_not_utf8_names_file_and_offset_and_how_to_convert(refused, raw, offset, byte):
+    Path("w.txt").write_bytes(raw)
+    text = refused(train, "--data", "w.txt")
+    assert "w.txt is not UTF-8" in text and f"byte {offset} is {byte}" in text
+    assert "iconv -f LATIN1 -t UTF-8" in text
+
+
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_recognised_by_its_mark_and_named(refused, codec):
+    mark = "" if codec == "utf-16" else "\ufeff"
+    Path("w.txt").write_bytes((mark + "anna\nbob\n").encode(codec))
+    text = refused(train, "--data", "w.txt")
+    assert "w.txt is UTF-16" in text and "iconv -f UTF-16 -t UTF-8" in text
+
+
+@pytest.mark.parametrize("raw", [b"anna\nbo\0b\n", b"\0", "anna\nbob\n".encode("utf-16-le")])
+def test_a_nul_byte_means_that_the_file_is_not_text(refused, raw):
+    Path("w.txt").write_bytes(raw)
+    text = refused(train, "--data", "w.txt")
+    assert "w.txt is not a text file" in text and "NUL" in text
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n", b"\r\n \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n "])
+def test_a_file_without_words_is_refused(refused, raw):
+    Path("w.txt").write_bytes(raw)
+    assert "w.txt has no words" in refused(train, "--data", "w.txt")
+
+
+@pytest.mark.parametrize("path, reason", [
+    ("nowhere.txt", "No such file or directory"), ("no/where.txt", "No such file or directory"),
+    (".", "Is a directory"), ("plain/w.txt", "Not a directory"),
+    ("n" * 300, "File name too long")])
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(refused, path, reason):
+    Path("plain").write_text("anna\n")
+    text = refused(train, "--data", path)
+    assert f"cannot read {path}: {reason}" in text
+
+
+def test_an_empty_file_name_is_not_the_default_list(refused):
+    assert "--data" in refused(train, "--data", "", "--steps", "0")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(refused):
+    Path("w.txt").write_text("anna\n")
+    os.chmod("w.txt", 0)
+    assert "cannot read w.txt: Permission denied" in refused(train, "--data", "w.txt")
+
+
+# ---- Lists of any size
+
+@both_models
+@pytest.mark.parametrize("words", [
+    ["a"], ["anna"], ["anna"] * 5, ["anna"] * 30, ["anna", "bob"], NAMES[:3], NAMES[:8], NAMES[:9],
+    NAMES[:10], ["ab" * 50]], ids=lambda words: f"{len(words)} words")
+def test_tiny_lists_train_and_every_loss_is_finite(learn, steps_taken, kind, words):
+    write_words(words)
+    result = learn(kind, "--steps", 5, "--eval-every", 1)
+    assert result.status == 0
+    assert len(steps_taken) == 5 and np.isfinite(steps_taken).all()
+    assert np.isfinite(losses_of(result.out)).all()
+    history = np.array(model.load(f"out/{kind}.npz")["history"])
+    assert history.shape == (5, 3) and np.isfinite(history).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 10, 11, 20, 99])
+def test_split_is_80_10_10_in_a_fixed_order_and_no_part_is_empty(count):
+    words = [f"w{i}" for i in range(count)]
+    for part, expected in zip(train.split(words), split_of(words)):
+        assert part == expected or not expected and sorted(part) == sorted(words)
+    assert words == [f"w{i}" for i in range(count)]
+
+
+@both_models
+def test_a_line_far_longer_than_the_rest_is_skipped_and_counted(learn, kind):
+    write_words([*NAMES, "q" * 1_000_000, "w" * 101, "y" * 100])
+    result = learn(kind, "--steps", 2)
+    assert result.status == 0
+    assert "skipped 2 words longer than 100 characters" in result.err and "--max-len" in result.err
+    state = model.load(f"out/{kind}.npz")
+    assert state["config"]["longest"] == 100
+    assert not set("qw") & set(state["vocabulary"]) and "y" in state["vocabulary"]
+    assert state["config"]["context"] == (3 if kind == "mlp" else 101)
+
+
+def test_max_len_counts_characters_after_normalising(learn):
+    write_words([*["ana", "bob"] * 4, unicodedata.normalize("NFD", "Zoë"), "🙂🙂🙂", "four"])
+    result = learn("mlp", "--steps", 1, "--max-len", 3)
+    assert "10 words used" in result.err
+    assert "skipped 1 words longer than 3 characters" in result.err
+    assert "longest 3" in result.err
+
+
+def test_max_len_that_leaves_nothing_is_refused(refused):
+    write_words(NAMES)
+    text = refused(train, "--data", "w.txt", "--max-len", 2)
+    assert "w.txt has no word of at most 2 characters" in text
+
+
+def test_a_context_of_the_gpt_skips_what_does_not_fit(learn):
+    write_words([*NAMES, "wolfgang"])
+    result = learn("gpt", "--steps", 1, "--context", 5)
+    assert result.status == 0
+    assert "skipped 1 words longer than 4 characters" in result.err
+
+
+@pytest.mark.parametrize("row, more", [("Anna,F,12", 0), ("Anna\tF", 1), ("a;b;c", 2)])
+def test_rows_of_a_table_draw_a_warning_and_are_learnt_as_they_are(learn, row, more):
+    write_words(["bob", "ann, maria", *[row] * (1 + more), "ned;"])
+    result = learn("mlp", "--steps", 1)
+    assert result.status == 0
+    warning, = [line for line in result.err.splitlines() if "warning" in line]
+    assert "line 3 " in warning
+    assert (f" {more} " in warning) if more else not re.search(r"\b0\b", warning)
+    assert set(row) <= set(best_of("out/mlp.npz")["vocabulary"])
+
+
+def test_ordinary_words_draw_no_warning(learn):
+    assert "warning" not in learn("mlp", "--steps", 1).err
+
+
+# ---- What is said at the start
+
+def test_the_start_says_all_that_was_read(learn):
+    words = NAMES + ["anna"] * 5 + ["x" * 200]
+    Path("w.txt").write_bytes(("\n".join(words) + "\n\n\n").encode())
+    used = words[:-1]
+    part, dev, _ = split_of(used)
+    share = sum(word in part for word in dev) / len(dev)
+    assert 0 < share < 1
+    result = learn("mlp", "--steps", 1)
+    assert f"w.txt: {len(words) + 2} lines, 29 words used, 24 distinct, 5 duplicates, " in result.err
+    assert f"longest 4, {len(set(''.join(used)))} characters" in result.err
+    assert f"{share:.0%} of the dev words are in train too" in result.err
+    assert "skipped 1 words" in result.err
+
+
+def test_the_default_list_and_the_default_model(run):
+    result = run(train, "--steps", 0)
+    assert result.status == 0
+    assert ("data/names.txt: 32178 lines, 32178 words used, 29619 distinct, 2559 duplicates, "
+            "longest 15, 26 characters") in result.err
+    assert result.out.startswith("4137 parameters, ")
+    assert losses_of(result.out) == pytest.approx([np.log(27)] * 3, abs=0.05)
+
+
+@pytest.mark.parametrize("hidden, low, high", [(64, 13, 17), (200, 24, 30)])
+def test_naive_first_values_begin_far_from_uniform(run, hidden, low, high):
+    write_words(Path(train.__file__).parent.joinpath("data/names.txt").read_text().split()[::40])
+    result = run(train, "--data", "w.txt", "--steps", 0, "--no-batchnorm", "--init", "naive",
+                 "--hidden", hidden)
+    assert low < losses_of(result.out)[0] < high
+
+
+@both_models
+@pytest.mark.parametrize("part", [1, 2], ids=["dev", "test"])
+def test_characters_only_in_dev_or_test_never_raise(learn, run, kind, part):
+    order = list(range(30))
+    random.Random(42).shuffle(order)
+    words = ["anna", "bob"] * 15
+    words[order[24 if part == 1 else 27]] = "żółw"
+    assert sum("ż" in word for word in split_of(words)[part]) == 1
+    write_words(words)
+    result = learn(kind, "--steps", 4, "--eval-every", 1)
+    assert result.status == 0
+    assert np.isfinite(losses_of(result.out)).all()
+    sampled = run(sample, f"out/{kind}.npz", "--prefix", "żół", "-n", 2)
+    assert sampled.status == 0
+    assert all(name.startswith("żół") for name in sampled.out.splitlines())
+
+
+# ---- Whatever the locale
+
+def test_a_locale_of_ascii_changes_nothing(here):
+    """A file name, its words, a prefix and all output, in the C locale and in UTF-8."""
+    ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONHASHSEED="1")
+    words = ["Zoë", "Élodie", "李小龙", "🙂"] * 6
+    results = []
+    folders = [here / "ascii", here / "utf8"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "Zoë 李.txt").write_bytes("\n".join(words).encode())
+    environments = [ascii_only, dict(LC_ALL="C.UTF-8", PYTHONHASHSEED="2")]
+    trainings = [
+        process("train", *SIZES["mlp"], "--data", "Zoë 李.txt".encode(), "--steps", "3",
+                "--out", "李.npz".encode(), env=env, cwd=folder)
+        for folder, env in zip(folders, environments)]
+    trainings = [finish(training) for training in trainings]
+    samplings = [
+        process("sample", "李.npz".encode(), "-n", "3", "--prefix", "É".encode(), env=env,
+                cwd=folder)
+        for folder, env in zip(folders, environments)]
+    for folder, training, sampling in zip(folders, trainings, map(finish, samplings)):
+        assert (training[0], sampling[0]) == (0, 0), training[2] + sampling[2]
+        results.append([without_times(text.decode()) for text in (*training[1:], *sampling[1:])]
+                       + [(folder / "李.npz").read_bytes()])
+    assert results[0] == results[1]
+    assert results[1][1].startswith("Zoë 李.txt: 24 lines")
+    assert [name[0] for name in results[1][2].splitlines()] == ["É"] * 3
+
+
+# ---- Fuzzing: success or one sentence, whatever the file holds
+
+WORDLIKE = st.text(st.characters(codec="utf-8"), max_size=12)
+FILES = st.one_of(
+    st.binary(max_size=200),
+    st.lists(WORDLIKE, max_size=12).map(lambda words: "\n".join(words).encode()),
+    st.lists(st.sampled_from([
+        b"a", b"b", b"\n", b"\r", b"\r\n", b"\0", b" ", b"\t", b",", b"\xff", b"\xef\xbb\xbf",
+        b"\xe2\x80\xa8", b"e\xcc\x81", b"\xc3", b"\xf0\x9f\x99\x82", b"x" * 120, b"\xff\xfe",
+        b"\x85"]), max_size=24).map(b"".join))
+
+
+def train_on_any(raw):
+    """Read a file of these bytes, and train on what is in it; only a refusal may come of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "w.txt"
+        path.write_bytes(raw)
+        config = dict(model="mlp", data=str(path), max_len=100, context=3)
+        try:
+            words, sha256, notes = train.read_words(config)
+        except model.Refusal as refusal:
+            assert str(path) in str(refusal) and "\n" not in str(refusal).replace(folder, "")
+            return
+        assert words and all(0 < len(word) <= 100 and word == word.strip(" \t") for word in words)
+        assert not set("\0\n\r") & set().union(*words)
+        assert {"lines", "words used,"} <= set(re.findall("lines|words used,", notes[0]))
+        kind = "gpt" if len(raw) % 2 else "mlp"
+        assert call(train.main, *SIZES[kind], "--data", path, "--steps", 1, "--batch", 2,
+                    "--out", f"{folder}/x.npz") == 0
+        state = model.load(f"{folder}/x.npz")
+        assert state["vocabulary"] == "\0" + "".join(sorted(set("".join(words))))
+
+
+def fuzz(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None,
+                    suppress_health_check=list(HealthCheck))(given(raw=FILES)(train_on_any))
+
+
+def test_any_bytes_train_or_are_refused():
+    fuzz(100)()
+
+
+@pytest.mark.slow
+def test_any_bytes_train_or_are_refused_long():
+    fuzz(2000)()

@@ -1,0 +1,875 @@
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import model
+import sample
+import train
+from conftest import (
+    NAMES, ROOT, SIZES, best_of, both_models, finish, in_terminal, losses_of, process, split_of,
+    without_times, write_words)
+
+all_optimizers = pytest.mark.parametrize("optimizer", ["adam", "momentum", "sgd"])
+
+
+def evaluations(err):
+    """The steps of the lines of progress."""
+    return [int(step) for step in re.findall(r"(?m)^step +(\d+)  train \d", err)]
+
+
+def arrays_of(path):
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def edit(path, **changes):
+    """Store a checkpoint again with some arrays, or entries of config, replaced or (None) left out.
+
+    A double underscore stands for a dot in an array's name.
+    """
+    arrays = arrays_of(path)
+    if "config" in changes and isinstance(changes["config"], dict):
+        config = {**json.loads(str(arrays["config"])), **changes["config"]}
+        config = {name: value for name, value in config.items() if value is not None}
+        changes["config"] = np.array(json.dumps(config))
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        assert name in arrays or name == "foreign"
+        if value is None:
+            del arrays[name]
+        else:
+            arrays[name] = value
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+
+
+# ---- Optimizers and the learning rate
+
+@all_optimizers
+def test_an_optimizer_takes_the_steps_of_its_formula(optimizer):
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal(50)
+    expected, m, v = w.copy(), 0, 0
+    moments = np.zeros((train.MOMENTS[optimizer], 50))
+    for t in range(1, 8):
+        g = rng.standard_normal(50)
+        train.OPTIMIZERS[optimizer](w, g, moments, 0.1, t)
+        if optimizer == "sgd":
+            expected -= 0.1 * g
+        elif optimizer == "momentum":
+            v = 0.9 * v + g
+            expected -= 0.1 * v
+        else:
+            m = 0.9 * m + 0.1 * g
+            v = 0.999 * v + 0.001 * g**2
+            expected -= 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        np.testing.assert_allclose(w, expected, rtol=0, atol=1e-14)
+
+
+@all_optimizers
+def test_a_row_moves_without_a_gradient_only_if_it_was_fetched_before(optimizer):
+    w = np.ones(3, np.float32)
+    moments = np.zeros((train.MOMENTS[optimizer], 3), np.float32)
+    train.OPTIMIZERS[optimizer](w, np.array([1, 1, 0], np.float32), moments, 0.1, 1)
+    fetched = w.copy()
+    train.OPTIMIZERS[optimizer](w, np.array([0, 1, 0], np.float32), moments, 0.1, 2)
+    assert (w[0] == fetched[0]) == (optimizer == "sgd")
+    assert w[1] < fetched[1] < 1 and w[2] == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 1000])
+def test_the_learning_rate_rises_once_then_falls_and_never_exceeds_the_one_typed(steps):
+    rates = np.array([train.learning_rate(dict(lr=0.5, steps=steps), s) for s in range(steps)])
+    assert (0 < rates).all() and (rates <= 0.5).all()
+    top = rates.argmax()
+    assert (np.diff(rates[:top + 1]) > 0).all() and (np.diff(rates[top:]) < 0).all()
+    if steps == 1000:
+        assert top < 60 and rates.max() > 0.49 and rates[-1] < 0.001
+
+
+# ---- Batches
+
+@both_models
+def test_an_epoch_takes_every_example_once_and_the_order_is_the_seeds(kind):
+    words = [a + b + c for a in "abcd" for b in "efg" for c in "hi"]        # 24 words, 96 examples
+    config = dict(model=kind, context=3, threads=2)
+    vocabulary = model.make_vocabulary(words)
+    examples = model.EXAMPLES[kind](config, words, vocabulary)
+    count = len(examples[1])
+    assert count == (96 if kind == "mlp" else 24)
+
+    def epoch(seed, begin=0, number=0):
+        settings = dict(config, batch=8, seed=seed)
+        steps = count // 8
+        taken = itertools.islice(train.batches(settings, examples, number * steps + begin),
+                                 steps - begin)
+        return [np.concatenate([np.column_stack([part.reshape(len(share[1]), -1)
+                                                 for part in share[:2]]) for share in shares])
+                for shares in taken]
+    first = epoch(1)
+    everything = train.batches(dict(config, batch=count, seed=5), examples, 0)
+    whole = np.concatenate([np.column_stack([part.reshape(len(share[1]), -1)
+                                             for part in share[:2]]) for share in next(everything)])
+    assert sorted(np.concatenate(first).tolist()) == sorted(whole.tolist())
+    for same, again in zip(first[2:], epoch(1, begin=2), strict=True):
+        np.testing.assert_array_equal(same, again)
+    assert np.concatenate(first).tolist() != np.concatenate(epoch(2)).tolist()
+    assert np.concatenate(first).tolist() != np.concatenate(epoch(1, number=1)).tolist()
+
+
+def test_the_column_and_the_layers_train_alike(run, steps_taken):
+    write_words((ROOT / "data/names.txt").read_text().split()[::50])
+    for backward in "fused", "steps":
+        assert run(train, "--data", "w.txt", "--steps", 100, "--lr", 0.1, "--eval-every", 0,
+                   "--backward", backward).status == 0
+    fused, steps = steps_taken[:100], steps_taken[100:]
+    assert len(steps) == 100 and fused[-1] < fused[0] - 0.2
+    np.testing.assert_allclose(fused, steps, rtol=0, atol=1e-4)
+    assert fused != steps
+
+
+@pytest.mark.parametrize("flags", [["--no-batchnorm"], ["--act", "relu"]])
+def test_the_column_is_refused_where_it_is_not_the_column(refused, flags):
+    write_words(NAMES)
+    assert "--backward steps" in refused(train, "--data", "w.txt", "--backward", "steps", *flags)
+
+
+# ---- What a run says
+
+@both_models
+def test_the_report_has_parameters_losses_and_ten_names(learn, kind):
+    result = learn(kind, "--steps", 30)
+    lines = result.out.splitlines()
+    count = sum(w.size for w in best_of(f"out/{kind}.npz")["p"].values())
+    assert re.fullmatch(rf"{count} parameters, \d+ steps a second, best at step \d+, "
+                        rf"kept in out/{kind}.npz", lines[0])
+    assert re.fullmatch(r"train \d\.\d{4}  dev \d\.\d{4}  test \d\.\d{4}", lines[1])
+    assert len(lines) == 12 and all(lines[2:])
+    assert set("".join(lines[2:])) <= set("".join(NAMES))
+
+
+def test_the_number_of_parameters_is_what_the_sizes_say(learn):
+    V = len(set("".join(NAMES))) + 1
+    assert learn("mlp", "--steps", 0).out.startswith(
+        f"{V*4 + 3*4*8 + 8 + 2*8 + 8*V + V} parameters, ")
+    assert learn("mlp", "--steps", 0, "--no-batchnorm", "--context", 5, "--out", "x").out.startswith(
+        f"{V*4 + 5*4*8 + 8 + 8*V + V} parameters, ")
+    assert learn("gpt", "--steps", 0).out.startswith(
+        f"{V*8 + 5*8 + 3*8 + 8*24 + 8*8 + 8*32 + 32*8} parameters, ")
+
+
+@both_models
+def test_reported_losses_are_means_over_the_whole_splits_of_the_best(run, kind):
+    """More words and characters than one block of an evaluation takes."""
+    words = (ROOT / "data/names.txt").read_text().split()[::20]
+    write_words(words)
+    result = run(train, *SIZES[kind], "--data", "w.txt", "--steps", 40, "--eval-every", 10)
+    best = best_of(f"out/{kind}.npz")
+    parts = split_of(words)
+    assert len(parts[0]) > 1024 and sum(len(word) + 1 for word in parts[0]) > 8192
+    expected = [-model.score(best, part).sum() / sum(len(word) + 1 for word in part)
+                for part in parts]
+    assert losses_of(result.out) == pytest.approx(expected, abs=6e-5)
+
+
+@both_models
+@pytest.mark.parametrize("every, expected", [
+    (0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5]), (1000, [5]), (None, None)])
+def test_evaluations_come_when_they_are_due_and_at_the_end(learn, kind, every, expected):
+    steps = 5 if expected else 40
+    flags = [] if every is None else ["--eval-every", every]
+    result = learn(kind, "--steps", steps, *flags)
+    expected = expected or list(range(4, 41, 4))                # a tenth
+    assert result.status == 0
+    assert evaluations(result.err) == expected
+    assert [step for step, _, _ in model.load(f"out/{kind}.npz")["history"]] == expected
+
+
+@both_models
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_hardly_any_steps(learn, run, steps_taken, kind, steps):
+    result = learn(kind, "--steps", steps)
+    assert result.status == 0 and len(steps_taken) == steps
+    state = model.load(f"out/{kind}.npz")
+    assert state["step"] == steps and 0 <= state["best_step"] <= steps
+    assert np.isfinite(losses_of(result.out)).all()
+    assert run(sample, f"out/{kind}.npz", "-n", 3).out.count("\n") == 3
+
+
+@both_models
+def test_a_batch_larger_than_the_data_is_all_of_it(learn, steps_taken, kind):
+    assert learn(kind, "--steps", 3, "--batch", 10**6, "--out", "a").status == 0
+    assert len(steps_taken) == 3 and np.isfinite(steps_taken).all()
+    words = split_of(NAMES)[0]
+    count = len(words) if kind == "gpt" else sum(len(word) + 1 for word in words)
+    assert learn(kind, "--steps", 3, "--batch", count, "--out", "b").status == 0
+    assert steps_taken[:3] == steps_taken[3:]
+
+
+def test_a_batch_of_one_has_no_variance(refused, learn):
+    write_words(NAMES)
+    text = refused(train, "--data", "w.txt", "--batch", 1)
+    assert "--batch 1" in text and "variance" in text and "--no-batchnorm" in text
+
+
+def test_a_batch_of_one_without_batch_norm_works(learn, steps_taken):
+    result = learn("mlp", "--steps", 20, "--batch", 1, "--no-batchnorm")
+    assert result.status == 0
+    assert len(steps_taken) == 20 and np.isfinite(steps_taken).all()
+    assert learn("gpt", "--steps", 20, "--batch", 1).status == 0
+
+
+def test_a_log_has_plain_lines_and_a_terminal_has_a_bar(here):
+    write_words(NAMES)
+    flags = [*SIZES["mlp"], "--data", "w.txt", "--steps", "3000", "--eval-every", "1500"]
+    status, out, err = finish(process("train", *flags))
+    assert status == 0 and b"\r" not in out + err
+    assert evaluations(err.decode()) == [1500, 3000]
+    status, shown, out = in_terminal("train", *flags, "--out", "other.npz", stream="stderr")
+    assert status == 0
+    assert b"\r" in shown and b"/3000" in shown and b"loss" in shown
+    assert b"\r" not in out and out.splitlines()[1:] == finish_report(here)
+
+
+def finish_report(folder):
+    """The report of a run that is finished, without its first line."""
+    status, out, err = finish(process("train", "--resume", "--out", "out/mlp.npz", cwd=folder))
+    assert status == 0
+    return out.splitlines()[1:]
+
+
+@both_models
+def test_the_same_flags_give_the_same_bytes(learn, kind):
+    results = []
+    for _ in range(2):
+        result = learn(kind, "--steps", 10, "--out", "x.npz", "--eval-every", 3)
+        results.append((without_times(result.out), without_times(result.err),
+                        Path("x.npz").read_bytes()))
+        os.remove("x.npz")
+        time.sleep(0.01)
+    assert results[0] == results[1]
+    learn(kind, "--steps", 10, "--out", "x.npz", "--eval-every", 3, "--seed", 2)
+    assert Path("x.npz").read_bytes() != results[0][2]
+
+
+def test_what_is_stored_holds_no_clock(learn, monkeypatch):
+    learn("mlp", "--steps", 2, "--out", "x.npz")
+    before = Path("x.npz").read_bytes()
+    os.remove("x.npz")
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    real = time.localtime
+    monkeypatch.setattr(time, "localtime", lambda *when: real(*when or [2e9]))
+    learn("mlp", "--steps", 2, "--out", "x.npz")
+    assert Path("x.npz").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--no-batchnorm"], ["--backward", "steps"],
+                                   ["--model", "gpt", "--embd", "8"]])
+def test_compiling_is_said_once(here, flags):
+    write_words(NAMES)
+    env = dict(NUMBA_CACHE_DIR=str(here / "kernels"))
+    said = []
+    for _ in range(2):
+        status, out, err = finish(process("train", *flags, "--data", "w.txt", "--steps", "2",
+                                          env=env))
+        assert status == 0
+        said.append(err.decode().count("compiling"))
+    assert said == [1, 0]
+
+
+# ---- Flags
+
+@pytest.mark.parametrize("flags, named", [
+    (["--steps", "-1"], "--steps"), (["--steps", "1.5"], "--steps"), (["--steps", "many"], "--steps"),
+    (["--steps"], "--steps"), (["--batch", "0"], "--batch"), (["--lr", "nan"], "--lr"),
+    (["--lr", "inf"], "--lr"), (["--lr", "-1"], "--lr"), (["--lr", "fast"], "--lr"),
+    (["--seed", "-1"], "--seed"), (["--context", "0"], "--context"), (["--embd", "0"], "--embd"),
+    (["--hidden", "0"], "--hidden"), (["--optimizer", "newton"], "--optimizer"),
+    (["--init", "zero"], "--init"), (["--backward", "no"], "--backward"),
+    (["--act", "step"], "--act"), (["--eval-every", "-1"], "--eval-every"),
+    (["--max-len", "0"], "--max-len"), (["--model", "rnn"], "--model"),
+    (["--weight-decay", "-1"], "--weight-decay"), (["--frobnicate"], "--frobnicate"),
+    (["--heads", "4"], "--heads"), (["--layers", "2"], "--layers"), (["--norm", "rmsnorm"], "--norm"),
+    (["--dropout", "0.1"], "--dropout"), (["--threads", "2"], "--threads"),
+    (["--model", "gpt", "--hidden", "8"], "--hidden"),
+    (["--model", "gpt", "--no-batchnorm"], "--no-batchnorm"),
+    (["--model", "gpt", "--backward", "steps"], "--backward"),
+    (["--model", "gpt", "--dropout", "1"], "--dropout"),
+    (["--model", "gpt", "--threads", "0"], "--threads"),
+    (["--model", "gpt", "--embd", "10", "--heads", "4"], "--heads 4"),
+    (["--model", "gpt", "--norm", "batchnorm"], "--norm")])
+def test_bad_flags_are_named_and_nothing_is_written(refused, steps_taken, flags, named):
+    write_words(NAMES)
+    assert named in refused(train, "--data", "w.txt", *flags)
+    assert steps_taken == []
+
+
+def test_a_number_too_large_is_not_called_too_small(refused):
+    write_words(NAMES)
+    text = refused(train, "--data", "w.txt", "--seed", 10**30)
+    assert "of at least 0" not in text
+
+
+@pytest.mark.parametrize("out", ["w.txt/mlp.npz", "w.txt/deep/er/mlp.npz", "folder", "n" * 300])
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(refused, steps_taken, out):
+    Path("folder").mkdir()
+    write_words(NAMES)
+    text = refused(train, *SIZES["mlp"], "--data", "w.txt", "--steps", 5, "--out", out)
+    assert f"cannot write {out}: " in text and "--out" in text
+    assert steps_taken == []
+
+
+def test_folders_on_the_way_to_the_checkpoint_are_made(learn):
+    assert learn("mlp", "--steps", 1, "--out", "a/b/c.npz").status == 0
+    assert sorted(map(str, Path().rglob("*"))) == ["a", "a/b", "a/b/c.npz", "w.txt"]
+
+
+# ---- Checkpoints: best and latest, written whole, moved aside
+
+@both_models
+def test_a_checkpoint_is_written_at_every_evaluation(learn, kind, monkeypatch):
+    seen, real = [], model.save
+
+    def save(path, state, *args):
+        real(path, state, *args)
+        seen.append(model.load(path)["step"])
+    monkeypatch.setattr(model, "save", save)
+    assert learn(kind, "--steps", 7, "--eval-every", 3).status == 0
+    assert seen == [3, 6, 7]
+    assert sorted(map(str, Path().rglob("*"))) == ["out", f"out/{kind}.npz", "w.txt"]
+
+
+@both_models
+def test_best_and_latest_are_kept_each_with_its_own_statistics(learn, run, signal_after, kind):
+    flags = ["--steps", 200, "--eval-every", 10, "--lr", 0.05]
+    result = learn(kind, *flags)
+    state = model.load(f"out/{kind}.npz")
+    dev = {step: loss for step, _, loss in state["history"]}
+    best = min(dev, key=dev.get)
+    assert 10 <= best < 200 and (state["step"], state["best_step"]) == (200, best)
+    assert f"best at step {best}," in result.out
+    assert losses_of(result.out)[1] == pytest.approx(dev[best], abs=5.1e-5)
+    assert f"step {best}, dev loss {dev[best]:.4f}" in run(sample, f"out/{kind}.npz").err
+
+    signal_after(best)                  # a run that ends where the best was, and then one step on
+    assert learn(kind, *flags, "--out", "x").status == 130
+    there = model.load("x")
+    for group in "p", "statistics":
+        assert there["latest"][group].keys() == state["best"][group].keys()
+        for name, array in there["latest"][group].items():
+            np.testing.assert_array_equal(array, state["best"][group][name])
+            assert (array != state["latest"][group][name]).any()
+    assert bool(state["best"]["statistics"]) == (kind == "mlp")
+
+
+def test_statistics_are_those_of_the_whole_training_split(learn):
+    learn("mlp", "--steps", 20)
+    p, statistics = (model.load("out/mlp.npz")["latest"][part] for part in ("p", "statistics"))
+    vocabulary = best_of("out/mlp.npz")["vocabulary"]
+    X = []
+    for word in split_of(NAMES)[0]:
+        ids = [0] * 3 + [vocabulary.index(character) for character in word]
+        X += [ids[i:i + 3] for i in range(len(word) + 1)]
+    hprebn = p["C"].astype(float)[X].reshape(len(X), -1) @ p["W1"].astype(float) + p["b1"]
+    np.testing.assert_allclose(statistics["bnmean"], hprebn.mean(0), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(statistics["bnvar"], hprebn.var(0, ddof=1), rtol=1e-4)
+
+
+@both_models
+def test_a_new_run_moves_what_stands_there_aside_and_says_so(learn, run, kind):
+    name = f"out/{kind}.npz"
+    contents = []
+    for seed in 1, 2, 3:
+        result = learn(kind, "--steps", 3, "--eval-every", 1, "--seed", seed)
+        assert result.status == 0
+        contents.append(Path(name).read_bytes())
+        aside = f"out/{kind}.{seed - 1}.npz"
+        assert (result.err.count(aside) == 1) == (seed > 1)
+    assert len(set(contents)) == 3
+    assert Path(f"out/{kind}.1.npz").read_bytes() == contents[0]
+    assert Path(f"out/{kind}.2.npz").read_bytes() == contents[1]
+    assert sorted(os.listdir("out")) == [f"{kind}.1.npz", f"{kind}.2.npz", f"{kind}.npz"]
+    assert run(sample).err.startswith(f"{name}: ")
+
+
+def test_nothing_moves_before_the_first_save(learn, monkeypatch):
+    learn("mlp", "--steps", 2)
+    before = Path("out/mlp.npz").read_bytes()
+    monkeypatch.setattr(train, "train_step", lambda *args: math.nan)
+    assert learn("mlp", "--steps", 2).status == 1
+    assert os.listdir("out") == ["mlp.npz"] and Path("out/mlp.npz").read_bytes() == before
+
+
+@pytest.fixture
+def full_disk():
+    """No file can grow beyond 4,096 bytes while it is in force."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@both_models
+@pytest.mark.parametrize("again", [["--resume", "--steps", 8], ["--steps", 4, "--seed", 2]])
+def test_a_full_disk_is_said_and_the_last_good_file_stays(learn, run, full_disk, kind, again):
+    learn(kind, "--steps", 4, "--eval-every", 2)
+    out = Path(f"out/{kind}.npz")
+    before = out.read_bytes()
+    assert len(before) > 4096
+    full_disk()
+    result = run(train, *again, "--out", out, "--data", "w.txt", "--model", kind,
+                 *([] if "--resume" in again else SIZES[kind]))
+    assert result.status in (1, 2)
+    assert f"cannot write {out}: " in result.err.splitlines()[-1]
+    assert out.read_bytes() == before
+    assert os.listdir("out") == [out.name]
+
+
+# ---- A loss that is not finite
+
+def test_a_gpt_that_diverges_stops_and_keeps_the_last_good_checkpoint(here):
+    """In a process of its own: also no warning of NumPy's reaches the user."""
+    write_words(NAMES)
+    flags = [*SIZES["gpt"], "--data", "w.txt", "--steps", "400", "--eval-every", "20"]
+    status, out, err = finish(process("train", *flags, "--lr", "1e3"))
+    err = err.decode()
+    assert (status, out) == (1, b"")
+    assert "Warning" not in err and "Traceback" not in err
+    last = err.splitlines()[-1]
+    step = int(re.search(r"not finite at step (\d+)", last)[1])
+    done = evaluations(err)
+    assert "lower --lr than 1000" in last
+    assert step <= (done[-1] if done else 0) + 21
+    if done:
+        assert model.load("out/gpt.npz")["step"] == done[-1]
+    else:
+        assert "nothing was written" in last and not Path("out/gpt.npz").exists()
+
+
+@both_models
+@pytest.mark.parametrize("fault", ["loss", "parameters"])
+@pytest.mark.parametrize("step", [1, 6, 9, 10])
+def test_what_is_not_finite_stops_the_run_within_one_evaluation(
+        learn, monkeypatch, kind, fault, step):
+    real, taken = train.train_step, []
+
+    def train_step(config, p, flat, *rest):
+        loss = real(config, p, flat, *rest)
+        taken.append(loss)
+        if len(taken) != step:
+            return loss
+        if fault == "loss":
+            return math.nan
+        flat[:] = math.nan
+        return loss
+    monkeypatch.setattr(train, "train_step", train_step)
+    result = learn(kind, "--steps", 10, "--eval-every", 4)
+    good = (step - 1) // 4 * 4
+    assert result.status == 1 and result.out == ""
+    assert len(taken) <= good + 4
+    last = result.err.splitlines()[-1]
+    assert "not finite" in last and "lower --lr" in last
+    assert evaluations(result.err) == [4, 8][:good // 4]
+    if good:
+        assert f"out/{kind}.npz keeps step {good}" in last
+        assert model.load(f"out/{kind}.npz")["step"] == good
+    else:
+        assert "nothing was written" in last and not Path(f"out/{kind}.npz").exists()
+
+
+def test_the_step_that_is_kept_is_the_one_in_the_file(learn, run, signal_after, monkeypatch):
+    """After an interruption the file holds a later step than the last evaluation."""
+    signal_after(5)
+    learn("mlp", "--steps", 10, "--eval-every", 4)
+    monkeypatch.setattr(train, "train_step", lambda *args: math.nan)
+    result = run(train, "--resume")
+    assert result.status == 1 and "out/mlp.npz keeps step 5" in result.err
+    assert "keeps step 5." not in result.err
+    assert model.load("out/mlp.npz")["step"] == 5
+
+
+@pytest.mark.parametrize("what", ["parameters", "moments"])
+def test_an_interruption_never_saves_what_is_not_finite(learn, run, monkeypatch, what):
+    assert learn("mlp", "--steps", 4).status == 0
+    before = Path("out/mlp.npz").read_bytes()
+    real = train.train_step
+
+    def train_step(config, p, flat, moments, *rest):
+        loss = real(config, p, flat, moments, *rest)
+        (flat if what == "parameters" else moments)[:] = math.inf
+        signal.raise_signal(signal.SIGINT)
+        return loss
+    monkeypatch.setattr(train, "train_step", train_step)
+    result = run(train, "--resume", "--steps", 8)
+    assert "not finite" in result.err and result.status == 1
+    assert Path("out/mlp.npz").read_bytes() == before
+
+
+@both_models
+@all_optimizers
+@pytest.mark.parametrize("lr", [1e-30, 1, 1e3, 1e9, 2e9])
+@pytest.mark.filterwarnings("error")
+def test_at_any_learning_rate_what_is_saved_loads(learn, run, kind, optimizer, lr):
+    result = learn(kind, "--steps", 6, "--eval-every", 1, "--lr", lr, "--optimizer", optimizer)
+    done = evaluations(result.err)
+    assert result.status == (0 if len(done) == 6 else 1)
+    assert Path(f"out/{kind}.npz").exists() == bool(done)
+    if done:
+        assert model.load(f"out/{kind}.npz")["step"] == done[-1]
+        assert run(sample, f"out/{kind}.npz", "-n", 2).status == 0
+        assert run(sample, f"out/{kind}.npz", "--score", "anna", "bob").status == 0
+
+
+# ---- Stopping and going on
+
+@both_models
+@all_optimizers
+@pytest.mark.parametrize("every", [3, 0])
+def test_interrupted_anywhere_and_resumed_is_bit_for_bit_the_run_in_one(
+        learn, run, monkeypatch, kind, optimizer, every):
+    flags = ["--steps", 7, "--eval-every", every, "--optimizer", optimizer, "--lr", 0.05,
+             "--batch", 5, "--weight-decay", 0.1]
+    if kind == "gpt":
+        flags += ["--dropout", 0.2, "--threads", 2]
+    whole = learn(kind, *flags, "--out", "x.npz")
+    assert whole.status == 0
+    expected = Path("x.npz").read_bytes()
+    real = train.train_step
+    for stops in [[1], [2], [3], [4], [5], [6], [7], [1, 2, 3, 4], [2, 3]]:
+        os.remove("x.npz")
+        reports = []
+        for i, stop in enumerate([*stops, None]):
+            taken = []
+
+            def train_step(*args, taken=taken, count=stop and stop - (stops[i - 1] if i else 0)):
+                taken.append(real(*args))
+                if len(taken) == count:
+                    signal.raise_signal(signal.SIGINT)
+                return taken[-1]
+            monkeypatch.setattr(train, "train_step", train_step)
+            if i == 0:
+                reports.append(learn(kind, *flags, "--out", "x.npz"))
+            else:
+                reports.append(run(train, "--resume", "--out", "x.npz"))
+                assert f"from step {stops[i - 1]} of x.npz" in reports[-1].err
+            assert reports[-1].status == (130 if stop else 0)
+            assert len(taken) == (stop or 7) - (stops[i - 1] if i else 0)
+        monkeypatch.setattr(train, "train_step", real)
+        assert Path("x.npz").read_bytes() == expected, stops
+        assert without_times(reports[-1].out) == without_times(whole.out), stops
+
+
+@both_models
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_prints_the_command_to_go_on(
+        learn, run, signal_after, monkeypatch, kind, number, status):
+    evaluated, generated = [], []
+    for function, calls in ("evaluate", evaluated), ("sample", generated):
+        real = getattr(train, function)
+        monkeypatch.setattr(train, function, lambda *args, real=real, calls=calls:
+                            calls.append(args) or real(*args))
+    signal_after(5, number)
+    out = "my runs/it's.npz"
+    result = learn(kind, "--steps", 9, "--eval-every", 4, "--out", out)
+    assert (result.status, result.out) == (status, "")
+    assert model.load(out)["step"] == 5
+    assert len(evaluated) == 2 and len(generated) == 1                  # those of step 4
+    after = result.err.split("step      4 ", 1)[1].splitlines()[1:]
+    assert len(after) == 1 and "step 5" in after[0]
+    command = shlex.split(after[0][after[0].index("python "):])
+    assert command[:2] == ["python", "train.py"]
+    monkeypatch.undo()
+    os.chdir(Path(out).parent.parent if Path(out).exists() else ".")
+    resumed = run(train, *command[2:])
+    assert resumed.status == 0 and f"from step 5 of {out}" in resumed.err
+    assert model.load(out)["step"] == 9
+
+
+def test_signals_are_what_they_were_after_a_run(learn):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    learn("mlp", "--steps", 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_interruption_keeps_the_best_known(learn, run, signal_after):
+    learn("mlp", "--steps", 8, "--eval-every", 4, "--out", "x")
+    signal_after(6)
+    learn("mlp", "--steps", 8, "--eval-every", 4)
+    state = model.load("out/mlp.npz")
+    assert (state["step"], state["best_step"], len(state["history"])) == (6, 4, 1)
+    assert "step 4, dev loss" in run(sample).err
+
+
+def test_interrupted_before_any_evaluation_can_be_sampled_and_says_so(learn, run, signal_after):
+    signal_after(2)
+    learn("mlp", "--steps", 8, "--eval-every", 4)
+    result = run(sample, "-n", 2)
+    assert result.status == 0 and result.out.count("\n") == 2
+    assert "out/mlp.npz: mlp, step 2, not evaluated yet" in result.err
+
+
+def test_an_interrupted_new_run_moves_the_old_one_aside(learn, signal_after):
+    learn("mlp", "--steps", 3)
+    before = Path("out/mlp.npz").read_bytes()
+    signal_after(1)
+    assert learn("mlp", "--steps", 5, "--eval-every", 0).status == 130
+    assert Path("out/mlp.1.npz").read_bytes() == before
+    assert model.load("out/mlp.npz")["step"] == 1
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_process_stops_at_a_signal_and_goes_on(here, number, status):
+    write_words(NAMES)
+    with process("train", *SIZES["mlp"], "--data", "w.txt", "--steps", "1000000",
+                 "--eval-every", "100") as started:
+        for line in started.stderr:
+            if line.startswith(b"step "):
+                break
+        started.send_signal(number)
+        out, err = started.communicate(timeout=60)
+    assert (started.returncode, out) == (status, b"")
+    assert b"Traceback" not in err
+    stopped = model.load("out/mlp.npz")["step"]
+    lines = [line for line in err.decode().splitlines() if not line.startswith("step ")]
+    assert len(lines) == 1 and f"step {stopped}" in lines[0] and "--resume" in lines[0]
+
+
+def test_resume_says_where_and_runs_only_the_rest(learn, run, signal_after, steps_taken):
+    learn("mlp", "--steps", 6)
+    assert len(steps_taken) == 6
+    result = run(train, "--resume", "--steps", 10)
+    assert result.status == 0 and "from step 6 of out/mlp.npz" in result.err
+    assert len(steps_taken) == 10
+    assert model.load("out/mlp.npz")["step"] == 10
+    assert os.listdir("out") == ["mlp.npz"]
+
+
+@both_models
+@pytest.mark.parametrize("steps", [0, 5])
+def test_resuming_a_finished_run_changes_nothing_and_reports_again(
+        learn, run, steps_taken, kind, steps):
+    first = learn(kind, "--steps", steps, "--eval-every", 2)
+    before = Path(f"out/{kind}.npz").read_bytes()
+    again = run(train, "--resume", "--model", kind)
+    assert again.status == 0 and len(steps_taken) == steps
+    assert without_times(again.out) == without_times(first.out)
+    assert Path(f"out/{kind}.npz").read_bytes() == before
+    assert evaluations(again.err) == []
+
+
+def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
+    rates, real = [], train.learning_rate
+    monkeypatch.setattr(train, "learning_rate",
+                        lambda config, step: rates.append(real(config, step)) or rates[-1])
+    learn("mlp", "--steps", 40, "--lr", 0.01)
+    assert run(train, "--resume", "--steps", 100).status == 0
+    assert len(rates) == 100
+    assert rates[39] < rates[40] <= 0.01 and (np.diff(rates[40:]) < 0).all()
+    assert 0 < rates[99] < 1e-4
+    state = model.load("out/mlp.npz")
+    assert (state["config"]["steps"], state["step"]) == (100, 100)
+    assert len(state["history"]) == 10 + 15         # every 4 steps as before, that is kept
+
+
+def test_flags_not_typed_are_the_checkpoints(learn, run, signal_after):
+    flags = ["--lr", 0.07, "--seed", 5, "--batch", 7, "--optimizer", "momentum", "--act", "relu",
+             "--context", 4, "--no-batchnorm", "--max-len", 3, "--weight-decay", 0.5]
+    signal_after(3)
+    learn("mlp", "--steps", 9, *flags)
+    config = model.load("out/mlp.npz")["config"]
+    assert run(train, "--resume").status == 0
+    assert model.load("out/mlp.npz")["config"] == config
+    assert run(train, "--resume", "--steps", 12, *flags).status == 0            # typed, and true
+    assert model.load("out/mlp.npz")["config"] == {**config, "steps": 12}
+
+
+@pytest.mark.parametrize("kind, flags, both", [
+    ("mlp", ["--lr", "0.5"], ["--lr 0.5", "0.01"]),
+    ("mlp", ["--seed", "9"], ["--seed 9", "1"]), ("mlp", ["--hidden", "9"], ["--hidden 9", "8"]),
+    ("mlp", ["--optimizer", "sgd"], ["--optimizer sgd", "adam"]),
+    ("mlp", ["--model", "gpt"], ["--model gpt", "mlp"]),
+    ("mlp", ["--batch", "5"], ["--batch 5", "32"]),
+    ("mlp", ["--max-len", "5"], ["--max-len 5", "100"]),
+    ("mlp", ["--init", "naive"], ["--init naive", "kaiming"]),
+    ("mlp", ["--no-batchnorm"], ["--no-batchnorm"]),
+    ("mlp", ["--heads", "2"], ["--heads"]),
+    ("gpt", ["--layers", "2"], ["--layers 2", "1"]), ("gpt", ["--heads", "4"], ["--heads 4", "2"]),
+    ("gpt", ["--dropout", "0.5"], ["--dropout 0.5", "0"]),
+    ("gpt", ["--hidden", "8"], ["--hidden"])])
+def test_a_typed_flag_that_contradicts_is_refused_with_both_named(
+        learn, refused, signal_after, kind, flags, both):
+    signal_after(2)
+    learn(kind, "--steps", 4, "--out", "x.npz")
+    text = refused(train, "--resume", "--out", "x.npz", *flags)
+    for part in (*both, "x.npz"):
+        assert re.search(rf"(?<![\w.-]){re.escape(part)}(?![\w.]\w)", text), (part, text)
+
+
+def test_fewer_steps_than_were_taken_are_refused(learn, refused):
+    learn("mlp", "--steps", 6)
+    text = refused(train, "--resume", "--steps", 5)
+    assert "--steps 5" in text and "step 6" in text
+
+
+@pytest.mark.parametrize("words", [
+    [*NAMES, "żółw"], NAMES[:3], [name.replace("x", "q") for name in NAMES]],
+    ids=["more", "fewer", "other characters, as many"])
+def test_data_with_another_vocabulary_is_refused_with_both_named(learn, refused, words):
+    learn("mlp", "--steps", 4)
+    write_words(words, "other.txt")
+    text = refused(train, "--resume", "--steps", 9, "--data", "other.txt")
+    assert "".join(sorted(set("".join(words)))) in text
+    assert "".join(sorted(set("".join(NAMES)))) in text
+
+
+def test_other_words_of_the_same_characters_are_said(learn, run):
+    learn("mlp", "--steps", 4)
+    write_words(NAMES[::-1], "other.txt")
+    result = run(train, "--resume", "--steps", 6, "--data", "other.txt")
+    assert result.status == 0 and "not what this run began with" in result.err
+    assert model.load("out/mlp.npz")["config"]["data"] == "other.txt"
+
+
+def test_resuming_what_does_not_exist_is_refused(refused):
+    assert "cannot read out/mlp.npz: No such file" in refused(train, "--resume")
+    assert "cannot read out/gpt.npz: " in refused(train, "--resume", "--model", "gpt")
+
+
+def test_resuming_without_the_data_is_refused(learn, refused):
+    learn("mlp", "--steps", 2)
+    os.rename("w.txt", "v.txt")
+    text = refused(train, "--resume", "--steps", 4)
+    assert "cannot read w.txt" in text
+
+
+# ---- Loading
+
+def damage(path, how):
+    raw = Path(path).read_bytes()
+    Path(path).write_bytes(how(raw))
+
+
+@pytest.mark.parametrize("how", [
+    lambda raw: b"", lambda raw: raw[:1], lambda raw: raw[:len(raw) // 2], lambda raw: raw[:-1],
+    lambda raw: raw[1:], lambda raw: b"anna\nbob\n", lambda raw: b"PK\x03\x04",
+    lambda raw: b"\x93NUMPY", lambda raw: bytes(len(raw)),
+    lambda raw: raw[:2000] + bytes([raw[2000] ^ 1]) + raw[2001:],
+    lambda raw: b"\x80\x04\x95" + raw], ids=lambda how: None)
+@both_models
+def test_a_file_that_is_not_a_checkpoint_gets_one_sentence(trained, refused, kind, how):
+    out = f"out/{kind}.npz"
+    damage(out, how)
+    assert out in refused(sample, out)
+    assert out in refused(train, "--resume", "--out", out)
+
+
+def test_loading_never_unpickles(trained, refused):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, ("sprung",)
+    trap = np.empty(1, object)
+    trap[0] = Trap()
+    for name in "config", "moments", "best__C", "foreign":
+        shutil.copy("out/mlp.npz", "x.npz")
+        edit("x.npz", **{name: trap})
+        if name != "foreign":
+            assert "x.npz" in refused(sample, "x.npz")
+        else:
+            from conftest import call
+            assert call(sample.main, "x.npz") in (0, 2)
+    np.save("y.npy", trap, allow_pickle=True)
+    assert "y.npy" in refused(sample, "y.npy")
+    assert not Path("sprung").exists()
+
+
+def nan_in(array):
+    array = array.copy()
+    array.flat[0] = math.nan
+    return array
+
+
+@both_models
+@pytest.mark.parametrize("change", [
+    lambda a: dict(format=np.array(2)), lambda a: dict(format=np.array(10**6)),
+    lambda a: dict(format=np.array("x")), lambda a: dict(format=np.array(-1)),
+    lambda a: dict(format=None), lambda a: dict(config=None), lambda a: dict(vocabulary=None),
+    lambda a: dict(step=None), lambda a: dict(best_step=None), lambda a: dict(history=None),
+    lambda a: dict(moments=None), lambda a: dict(best__C=None), lambda a: dict(latest__C=None),
+    lambda a: dict(config=np.array("{")), lambda a: dict(config=np.array("5")),
+    lambda a: dict(config=np.array("[" * 100000)), lambda a: dict(config=np.array("[]")),
+    lambda a: dict(config=dict(model="rnn")), lambda a: dict(config=dict(model=["mlp"])),
+    lambda a: dict(config=dict(embd=10**9)), lambda a: dict(config=dict(embd=-4)),
+    lambda a: dict(config=dict(embd="big")), lambda a: dict(config=dict(embd=None)),
+    lambda a: dict(config=dict(vocabulary=5)), lambda a: dict(config=dict(longest=0)),
+    lambda a: dict(config=dict(longest=None)), lambda a: dict(config=dict(data=None)),
+    lambda a: dict(config=dict(sha256=None)), lambda a: dict(config=dict(data=5)),
+    lambda a: dict(config=dict(data=[1])), lambda a: dict(config=dict(act="step")),
+    lambda a: dict(best__C=a["best.C"].T.copy()), lambda a: dict(best__C=a["best.C"][1:]),
+    lambda a: dict(latest__C=a["latest.C"][..., None]), lambda a: dict(best__C=nan_in(a["best.C"])),
+    lambda a: dict(latest__C=nan_in(a["latest.C"])), lambda a: dict(moments=nan_in(a["moments"])),
+    lambda a: dict(moments=a["moments"][:1]), lambda a: dict(moments=a["moments"][:, 1:]),
+    lambda a: dict(moments=a["moments"][:0]), lambda a: dict(moments=a["moments"].ravel()),
+    lambda a: dict(moments=a["moments"].astype(complex)),
+    lambda a: dict(moments=a["moments"].astype(str)),
+    lambda a: dict(best__C=a["best.C"].astype(str)), lambda a: dict(best__C=a["best.C"] + 1j),
+    lambda a: dict(best__C=a["best.C"] * 0. + 1e300), lambda a: dict(best__C=a["best.C"] > 0),
+    lambda a: dict(history=a["history"].astype(str)), lambda a: dict(history=a["history"] + 1j),
+    lambda a: dict(history=a["history"][:, :2]), lambda a: dict(history=nan_in(a["history"])),
+    lambda a: dict(history=a["history"][0]), lambda a: dict(vocabulary=a["vocabulary"][1:]),
+    lambda a: dict(vocabulary=a["vocabulary"][::-1].copy()),
+    lambda a: dict(vocabulary=a["vocabulary"] + 0xd800 * (a["vocabulary"] > 0)),
+    lambda a: dict(vocabulary=a["vocabulary"] + 0x110000 * (a["vocabulary"] > 0)),
+    lambda a: dict(vocabulary=a["vocabulary"].astype(float)),
+    lambda a: dict(vocabulary=a["vocabulary"][:0]), lambda a: dict(step=np.array(-1)),
+    lambda a: dict(step=np.array([1, 2])), lambda a: dict(step=np.array("x")),
+    lambda a: dict(step=np.array(math.nan))])
+def test_an_edited_checkpoint_gets_one_sentence(trained, refused, kind, change):
+    out = f"out/{kind}.npz"
+    edit(out, **change(arrays_of(out)))
+    for program, *flags in (sample, out), (train, "--resume", "--steps", 70, "--out", out):
+        text = refused(program, *flags)
+        assert out in text
+
+
+@pytest.mark.parametrize("kind, config", [
+    ("mlp", dict(steps="x")), ("mlp", dict(lr=None)), ("mlp", dict(batch=0)), ("mlp", dict(seed=-1)),
+    ("mlp", dict(optimizer="newton")), ("mlp", dict(eval_every=-1)), ("mlp", dict(batch=1)),
+    ("mlp", dict(steps=59)), ("mlp", dict(optimizer="momentum")), ("gpt", dict(heads=3)),
+    ("gpt", dict(threads=0)), ("gpt", dict(dropout=1.5)), ("mlp", dict(act="relu", backward="steps"))])
+def test_an_edited_plan_is_not_gone_on_with(trained, refused, kind, config):
+    out = f"out/{kind}.npz"
+    edit(out, config=config)
+    assert out in refused(train, "--resume", "--out", out)
+
+
+@pytest.mark.parametrize("step, best", [(61, 60), (60, 7), (60, -1)])
+def test_an_edited_step_is_refused_or_sampled(trained, run, step, best):
+    edit("out/mlp.npz", step=np.array(step), best_step=np.array(best))
+    for result in run(sample, "out/mlp.npz"), run(train, "--resume"):
+        assert result.status in (0, 2) and result.err.count("\n") >= 1
+
+
+def test_a_newer_version_is_named(trained, refused):
+    edit("out/mlp.npz", format=np.array(model.FORMAT + 1))
+    text = refused(sample, "out/mlp.npz")
+    assert f"format is {model.FORMAT + 1}, newer than {model.FORMAT}" in text
+
+
+def test_what_is_saved_loads_as_it_was(trained):
+    for kind in SIZES:
+        state = model.load(f"out/{kind}.npz")
+        model.save("again.npz", state)
+        assert Path("again.npz").read_bytes() == Path(f"out/{kind}.npz").read_bytes()
