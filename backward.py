@@ -24,7 +24,7 @@ def mlp_steps_backward(p, X, Y, a):
 
     # loss = -logprobs[range(n), Y].mean(): each picked element is one of n that are averaged
     dlogprobs = np.zeros_like(a['logprobs'])                                    # (N, V)
-    dlogprobs[np.arange(n), Y] = -1 / n
+    dlogprobs[np.arange(n), Y] = -1 / n                                         # (N,)
     # logprobs = log(probs)
     dprobs = dlogprobs / a['probs']                                             # (N, V)
     # probs = counts * counts_sum_inv: the column was broadcast, so its gradient is a sum
@@ -95,15 +95,6 @@ def embedding_backward(demb, X, dC):
         for j in range(T):
             for e in range(E):
                 dC[X[k, j], e] += demb[k, j, e]
-
-
-@kernel
-def positions_backward(dx, rows, first, dP):
-    """dP[rows[i] - first[i]] += dx[i]: each position gathers from all names in the batch."""
-    dP[:] = 0
-    for i in range(dx.shape[0]):
-        for e in range(dx.shape[1]):
-            dP[rows[i] - first[i], e] += dx[i, e]
 
 
 @kernel
@@ -275,15 +266,12 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
         pair += seen
 
 
-def residual_backward(dx, dbranch):
+def residual_backward(dx, mask, dbranch):
     """A sum passes its gradient on unchanged, past the branch and into it. Source: A.6."""
-    dbranch[:] = dx                                        # (N, E)
-
-
-def dropout_backward(dx, masks, place):
-    """dx *= masks[place], the very mask of the forward pass."""
-    if masks is not None:
-        np.multiply(dx, masks[place], out=dx)              # (N, E)
+    if mask is None:
+        np.copyto(dbranch, dx)                             # (N, E)
+    else:
+        np.multiply(dx, mask, out=dbranch)                 # (N, E)  the forward pass's own mask
 
 
 def head_backward(dlogits, x, C, dx, dC):
@@ -323,7 +311,7 @@ def mlp_backward(config, p, batch, a, d, g):
         batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
                            d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
     linear_backward(d['hprebn'], embcat, p['W1'], dembcat, g['W1'], g['b1'])    # (N, T*E)
-    g['C'][:] = 0
+    g['C'][:] = 0                                                               # (V, E)
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
@@ -341,28 +329,28 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
     X, Y, rows, first = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
+    L = config['layers']
+    masks = [None] * 2*L if masks is None else masks
     dx, dbranch, dnormed = d['emb'][:, 0], d['branch'], d['normed']             # (N, E)
     dx[:] = 0                                                                   # (N, E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     # dC, 1 of 2: the table as readout
     head_backward(d['logits'], a['normed'][-1], p['C'], dnormed, g['C'])        # (V, E)
     norm_backward(dnormed, p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
-    for l in reversed(range(config['layers'])):
+    for l in reversed(range(L)):
         i, j = 2*l, 2*l + 1
-        residual_backward(dx, dbranch)                                          # (N, E)
-        dropout_backward(dbranch, masks, j)
+        residual_backward(dx, masks[j], dbranch)                                # (N, E)
         linear_backward(dbranch, a['h'][l], p['Wdown'][l], d['h'], g['Wdown'][l], None)
         act_backward(d['h'], a['up'][l], a['s'][l], a['h'][l], d['up'])         # (N, 4*E)
         linear_backward(d['up'], a['normed'][j], p['Wup'][l], dnormed, g['Wup'][l], None)
         norm_backward(dnormed, p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
-        residual_backward(dx, dbranch)                                          # (N, E)
-        dropout_backward(dbranch, masks, i)
+        residual_backward(dx, masks[i], dbranch)                                # (N, E)
         linear_backward(dbranch, a['ctx'][l], p['Wo'][l], d['ctx'], g['Wo'][l], None)
         attention_backward(d['ctx'], a['qkv'][l], first, a['weights'][l], d['weights'], d['qkv'])
         linear_backward(d['qkv'], a['normed'][i], p['Wqkv'][l], dnormed, g['Wqkv'][l], None)
         norm_backward(dnormed, p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
-    dropout_backward(dx, masks, -1)
-    positions_backward(dx, rows, first, g['P'])                                 # (T, E)
+    g['P'][:] = 0                                                               # (T, E)
+    embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
     # dC, 2 of 2: the table as input
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
@@ -455,12 +443,11 @@ def prove_layers(rng, dtype):
     """(name, rows) of each layer, on sizes that are small, odd and all different."""
     X, Y = np.array([[1, 3], [3, 3], [0, 1]]), np.array([4, 0, 4])
     first, rows = np.array([0, 0, 0, 3, 4, 4, 4]), np.arange(7)    # names of 3, 1 and 3 rows
-    keep = (rng.random((1, 3, 5)) < 0.5) * dtype.type(2)
+    mask = (rng.random((3, 5)) < 0.5) * dtype.type(2)
     x, y = dict(x=(3, 5)), dict(s=(3, 5), y=(3, 5))
     norm = dict(x=(3, 5), gain=(5,)), {}, dict(raw=(3, 5), rms_inv=(3,), std_inv=(3,), y=(3, 5))
     for forward, inputs, given, filled in (
             (m.embedding, dict(C=(5, 4)), dict(X=X), dict(emb=(3, 2, 4))),
-            (m.positions, dict(P=(3, 4), x=(7, 4)), dict(rows=rows, first=first), {}),
             (m.linear, dict(x=(3, 5), W=(5, 4), b=(4,)), {}, dict(y=(3, 4))),
             (m.batchnorm, dict(x=(3, 5), gain=(5,), bias=(5,)), {},
              dict(raw=(3, 5), var_inv=(5,), y=(3, 5))),
@@ -469,8 +456,7 @@ def prove_layers(rng, dtype):
             (m.softmax, dict(z=(5,)), {}, dict(probs=(5,))),
             (m.attention, dict(qkv=(7, 18)), dict(rows=rows, first=first),
              dict(weights=(2, 13), ctx=(7, 6))),
-            (m.residual, dict(x=(3, 5), branch=(3, 5)), {}, {}),
-            (m.dropout, x, dict(masks=keep, place=0), {}),
+            (m.residual, dict(x=(3, 5), branch=(3, 5)), dict(mask=mask), {}),
             (m.head, dict(x=(3, 4), C=(5, 4)), {}, dict(logits=(3, 5))),
             (m.cross_entropy, dict(logits=(3, 5)), dict(Y=Y), dict(probs=(3, 5)))):
         yield forward.__name__, prove_layer(forward, inputs, given, filled, rng, dtype)
@@ -509,7 +495,7 @@ def prove_model(config, batch, rng, dtype, samples=None):
     """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
     masks, rate = {}, config.get('dropout', 0)
     if rate:
-        masks['masks'] = (rng.random((2*config['layers'] + 1, len(batch[1]), config['embd']))
+        masks['masks'] = (rng.random((2*config['layers'], len(batch[1]), config['embd']))
                           >= rate) * dtype.type(1 / (1 - rate))
     loss, p, a, _, g = run_model(config, random_parameters(config, rng, dtype), batch, **masks)
     blocks = {name: (w, g[name]) for name, w in p.items()}
@@ -532,14 +518,13 @@ def print_rows(name, rows, dtype, file=None):
     return failed
 
 
-def show_batch(words, vocabulary):
+def show_batch():
     """Which rows of C have a gradient, and how much of the gradient comes through tanh."""
     print('\nOne batch of the MLP, 32 x 3 lookups in C:')
     for init in 'naive', 'kaiming':
         rng = np.random.default_rng(1)
-        config = dict(m.CHOICES['mlp'], model='mlp', vocabulary=len(vocabulary), init=init,
-                      batchnorm=False)
-        examples = m.mlp_examples(config, words, vocabulary)
+        config = dict(m.CHOICES['mlp'], model='mlp', init=init, batchnorm=False)
+        _, vocabulary, examples = m.own_examples(config)
         X, Y = m.mlp_batch(config, examples, rng.integers(0, len(examples[1]), 32))
         flat = m.make_parameters(config, rng)
         _, _, _, d, g = run_model(config, flat, (X, Y))
@@ -566,15 +551,11 @@ def main(argv=None):
                         help='precision of the proof (float64)')
     typed = vars(parser.parse_args(argv))
     dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
-    words = [line for line in m.read_lines(m.data_path({'data': ''}))[0] if line]
-    vocabulary = m.make_vocabulary(words)
     tables = list(prove_layers(rng, dtype))
     for kind in [typed.get('model', 'mlp')] if typed else SMALL:
         config = m.configure({**typed, 'model': kind}, choices)
-        config['vocabulary'] = len(vocabulary)
-        config['context'] = config['context'] or max(map(len, words)) + 1
-        examples = m.EXAMPLES[kind](config, words[:3], vocabulary)
-        batch = m.BATCH[kind](config, examples, np.arange(len(examples[1])))
+        _, _, examples = m.own_examples(config)
+        batch = m.BATCH[kind](config, examples, np.arange(20 if kind == 'mlp' else 3))
         if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':
             tables.append(('mlp_steps', prove_steps(config, batch, rng, dtype)))
         tables.append((kind, prove_model(config, batch, rng, dtype)))
@@ -582,7 +563,7 @@ def main(argv=None):
     failed = sum(print_rows(name, rows, dtype) for name, rows in tables)
     count = sum(len(rows) for _, rows in tables)
     if not typed:
-        show_batch(words, vocabulary)
+        show_batch()
     print(f'\n{count - failed} of {count} gradients are right to {TOLERANCE[dtype.name]:g} in '
           f'{dtype}' + (f'; {failed} are WRONG' if failed else ''))
     return int(failed > 0)

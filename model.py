@@ -5,12 +5,14 @@ next. Here are two: the MLP (embedding, batch norm, tanh, softmax) and a tiny GP
 tied to the embedding. Next, read backward.py: the same things in the same order, backwards.
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
 import unicodedata
+import warnings
 from math import exp, log, prod, sqrt
 
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # --threads split the batch, not each product
@@ -28,6 +30,7 @@ import numpy as np
 #   A  attention heads, each E/A wide                                            4
 #   N  rows of a batch, one for each character to predict       32             230 or so
 #   P  pairs of a character with itself or one before it in its name          1000 or so
+#   M  rows that attention looks at: N, or all that are remembered while names are generated
 #
 # Parameters with a capital letter (C, W1, ...) are matrices, the others (b1, gain, ...) vectors.
 
@@ -36,12 +39,19 @@ class Refusal(Exception):
     """Something that cannot be done; its text is one sentence that says why and what to do."""
 
 
+def reason(error):
+    """What went wrong, without the number of the error and without the name of the file."""
+    return getattr(error, 'strerror', None) or str(error) or 'not enough memory'
+
+
 def command(main):
     """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
     def run(argv=None):
         for stream in filter(None, (sys.stdout, sys.stderr)):
             encoding = stream.encoding if stream.isatty() else 'utf-8'
             stream.reconfigure(encoding=encoding, errors='backslashreplace')
+        # what overflows is not finite, and that is looked for where it matters
+        warnings.filterwarnings('ignore', category=RuntimeWarning)
         try:
             status = main(argv)
             print(end='', flush=True)
@@ -51,15 +61,10 @@ def command(main):
         except (Refusal, MemoryError, OSError) as error:
             if not isinstance(error, BrokenPipeError):     # else the reader has seen enough
                 print(f'{os.path.basename(sys.argv[0])}: {reason(error)}', file=sys.stderr)
-            if not isinstance(error, Refusal) and sys.stdout:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, Refusal):             # nothing more can be written
+                sys.stdout = None
             return 0 if isinstance(error, BrokenPipeError) else 2
     return run
-
-
-def reason(error):
-    """What went wrong, without the number of the error and without the name of the file."""
-    return getattr(error, 'strerror', None) or str(error) or 'not enough memory'
 
 
 # ---- Words, one a line of a text file
@@ -216,20 +221,15 @@ def kernel(function):
 
 @kernel
 def embedding(C, X, emb):
-    """emb[k, j] = C[X[k, j]]: a copy of one row of C (V,E) for each id in X (N,T)."""
+    """emb[k, j] = C[X[k, j]]: a copy of one row of C (V,E) for each id in X (N,T).
+
+    The GPT looks up positions in the table P (T,E) in the same way.
+    """
     N, T = X.shape
     for k in range(N):
         for j in range(T):
             for e in range(C.shape[1]):
                 emb[k, j, e] = C[X[k, j], e]
-
-
-@kernel
-def positions(P, rows, first, x):
-    """x[i] += P[rows[i] - first[i]]: where in its name each row of x (N,E) stands."""
-    for i in range(x.shape[0]):
-        for e in range(x.shape[1]):
-            x[i, e] += P[rows[i] - first[i], e]
 
 
 @kernel
@@ -385,7 +385,7 @@ def softmax(z, probs):
 def attention(qkv, rows, first, weights, ctx):
     """What each row gathers from the rows of its name, itself the last of them. Source: A.5.
 
-    A row of qkv (.,3E) is a query, a key and a value; rows (N,) tells which rows ask, first (N,)
+    A row of qkv (M,3E) is a query, a key and a value; rows (N,) tells which rows ask, first (N,)
     where the names of these begin. Fills ctx (N,E), and weights (A,P): the softmaxes, one behind
     the other. It loops only as far as the diagonal, so no mask exists.
     """
@@ -415,15 +415,14 @@ def attention(qkv, rows, first, weights, ctx):
         pair += seen
 
 
-def residual(x, branch):
-    """x += branch, both (N,E). Source: A.6."""
+def residual(x, branch, mask):
+    """x += branch, both (N,E). Source: A.6.
+
+    With dropout, mask (N,E) is 0 for what is dropped and 1 / (1 - rate) for the rest; else None.
+    """
+    if mask is not None:
+        np.multiply(branch, mask, out=branch)              # (N, E)
     np.add(x, branch, out=x)                               # (N, E)
-
-
-def dropout(x, masks, place):
-    """x *= masks[place]: 0 for what is dropped, 1/(1 - rate) for the rest; None drops nothing."""
-    if masks is not None:
-        np.multiply(x, masks[place], out=x)                # (N, E)
 
 
 def head(x, C, logits):
@@ -457,8 +456,7 @@ def number(kind, low, high=2**31):
             value = None
         if value is None or not low <= value <= high:
             what = 'a whole number' if kind is int else 'a number'
-            bounds = f'from {low:g} to {high:g}' if high < 2**31 else f'of at least {low:g}'
-            raise argparse.ArgumentTypeError(f'{text!r} is not {what} {bounds}')
+            raise argparse.ArgumentTypeError(f'{text!r} is not {what} from {low} to {high}')
         return value
     return read
 
@@ -473,24 +471,32 @@ def one_of(*values):
     return read
 
 
+MOMENTS = dict(adam=2, momentum=1, sgd=0)                  # how much an optimizer remembers
+
 RULES = dict(
     model=one_of(*CHOICES), context=number(int, 0), embd=number(int, 1), hidden=number(int, 1),
     layers=number(int, 1), heads=number(int, 1), act=one_of(*ACTIVATIONS), norm=one_of(*NORMS),
     batchnorm=one_of(True, False), init=one_of('kaiming', 'naive'), data=str, sha256=str,
-    longest=number(int, 1), vocabulary=number(int, 2))
+    longest=number(int, 1), vocabulary=number(int, 2), optimizer=one_of(*MOMENTS))
+
+
+def flag(name):
+    """How an entry of the configuration is typed."""
+    return '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
 
 
 def add_flags(parser, title, rules, choices, table):
     """A flag for each row (name, metavar, text); one that is not typed leaves no trace."""
     group = parser.add_argument_group(title)
     for name, metavar, text in table:
-        defaults = {model: own[name] for model, own in choices.items() if own.get(name) not in (None, '')}
+        defaults = {model: own[name] for model, own in choices.items()
+                    if own.get(name) not in (None, '')}
         shown = [f'{model} {value}' for model, value in defaults.items()]
         if len(defaults) == len(choices) and len(set(defaults.values())) == 1:
             shown = [str(defaults['mlp'])]
         text += f" ({'; '.join(shown)})" if shown else ''
-        group.add_argument('--' + name.replace('_', '-'), type=rules[name], metavar=metavar,
-                           help=text.replace('%', '%%'), default=argparse.SUPPRESS)
+        group.add_argument(flag(name), type=rules[name], metavar=metavar, help=text,
+                           default=argparse.SUPPRESS)
     return group
 
 
@@ -505,23 +511,28 @@ def add_model_flags(parser, choices):
         ('act', 'NAME', f"activation: {', '.join(ACTIVATIONS)}"),
         ('norm', 'NAME', f"normalization: {', '.join(NORMS)}"),
         ('init', 'NAME', 'first values: kaiming, or naive: all from N(0,1)')))
-    group.add_argument('--no-batchnorm', dest='batchnorm', action='store_false',
+    group.add_argument(flag('batchnorm'), dest='batchnorm', action='store_false',
                        default=argparse.SUPPRESS, help='leave out batch norm (mlp)')
 
 
+STORED = 'model', 'vocabulary', 'longest', 'data', 'sha256', 'optimizer'
+
+
 def check_rules(config, rules, names):
-    """Read the named entries of a stored configuration as if they were typed."""
-    for name in names:
-        config[name] = rules[name](str(config[name]))
+    """The named entries of a stored configuration, read as if they were typed."""
+    return {name: rules[name](str(config[name])) for name in names}
 
 
 def configure(typed, choices):
     """What was typed over the model's choices; refuses a flag that means nothing to the model."""
     model = typed.get('model', 'mlp')
     for name in typed.keys() - choices[model].keys() - {'model'}:
-        flag = '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
-        raise Refusal(f'{flag} means nothing to --model {model}: leave it out')
-    return {'model': model, **choices[model], **typed}
+        raise Refusal(f'{flag(name)} means nothing to --model {model}: leave it out')
+    config = {'model': model, **choices[model], **typed}
+    if config['embd'] % config.get('heads', 1):
+        raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
+                      'each head takes an equal share of the embedding')
+    return config
 
 
 # ---- The two models, each a straight line of layers
@@ -583,9 +594,6 @@ def mlp(config, p, batch, a, statistics=None):
 
 def gpt_parameters(config):
     V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
-    if E % config['heads']:
-        raise Refusal(f"--heads {config['heads']} does not divide --embd {E}: each head takes an "
-                      'equal share of the embedding')
     return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
 
@@ -600,32 +608,32 @@ def gpt_activations(config, N, P):
 def gpt(config, p, batch, a, masks=None, memory=None):
     """Fill the activations, return the mean loss of a batch X (N,1), Y, rows, first (N,).
 
-    `masks` (2L+1,N,E), where given, are the factors of dropout. `memory` (L,.,3E), where given,
-    keeps queries, keys and values from call to call, so that a name can be read bit by bit.
+    masks (2L,N,E) are those of dropout, or all None. `memory` (L,M,3E), where given, keeps queries,
+    keys and values from call to call, so that a name can be read character by character.
     """
     X, Y, rows, first = batch
-    norm, act = NORMS[config['norm']], ACTIVATIONS[config['act']]
+    norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
+    masks = [None] * 2*L if masks is None else masks
     x, branch = a['emb'][:, 0], a['branch']                                     # (N, E)
     embedding(p['C'], X, a['emb'])                                              # (N, 1, E)
-    positions(p['P'], rows, first, x)                                           # (N, E)
-    dropout(x, masks, -1)
-    for l in range(config['layers']):
+    embedding(p['P'], (rows - first)[:, None], branch[:, None])                 # (N, 1, E)
+    residual(x, branch, None)                                                   # (N, E)
+    for l in range(L):
         i, j = 2*l, 2*l + 1
         norm(x, p['gain'][i], a['raw'][i], a['inv'][i], a['normed'][i])         # (N, E)
         linear(a['normed'][i], p['Wqkv'][l], None, a['qkv'][l])                 # (N, 3*E)
         qkv = a['qkv'][l]                                                       # (N, 3*E)
         if memory is not None:
-            memory[l, rows], qkv = qkv, memory[l]
+            memory[l, rows] = qkv                                               # (N, 3*E)
+            qkv = memory[l]                                                     # (M, 3*E)
         attention(qkv, rows, first, a['weights'][l], a['ctx'][l])               # (N, E)
         linear(a['ctx'][l], p['Wo'][l], None, branch)                           # (N, E)
-        dropout(branch, masks, i)
-        residual(x, branch)
+        residual(x, branch, masks[i])                                           # (N, E)
         norm(x, p['gain'][j], a['raw'][j], a['inv'][j], a['normed'][j])         # (N, E)
         linear(a['normed'][j], p['Wup'][l], None, a['up'][l])                   # (N, 4*E)
         act(a['up'][l], a['s'][l], a['h'][l])                                   # (N, 4*E)
         linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
-        dropout(branch, masks, j)
-        residual(x, branch)
+        residual(x, branch, masks[j])                                           # (N, E)
     norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
     head(a['normed'][-1], p['C'], a['logits'])                                  # (N, V)
     return cross_entropy(a['logits'], Y, a['probs'])
@@ -664,6 +672,15 @@ def make_parameters(config, rng, dtype=np.float32):
         else:
             w[:] = 0
     return flat
+
+
+def own_examples(config):
+    """Complete a configuration for data/names.txt; returns its words, vocabulary and examples."""
+    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
+    vocabulary = make_vocabulary(words)
+    config['vocabulary'] = len(vocabulary)
+    config['context'] = config['context'] or max(map(len, words)) + 1
+    return words, vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
 
 
 # ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
@@ -780,7 +797,14 @@ def save(path, state, aside=None):
             os.link(path, encoded(aside))
         os.replace(path + b'.tmp', path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(path + b'.tmp')
         raise Refusal(f'cannot write {text(path)}: {reason(error)}; what stood there still does')
+
+
+def usable(state, kind='best'):
+    """The best or the latest parameters of a training state, as a model to predict with."""
+    return {**state[kind], 'config': state['config'], 'vocabulary': state['vocabulary']}
 
 
 def load(path):
@@ -788,6 +812,14 @@ def load(path):
     def expect(condition, what):
         if not condition:
             raise Refusal(f'{path} is not a checkpoint in good order: {what}')
+
+    try:
+        with np.load(encoded(path), allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise Refusal(f'cannot read {path}: {reason(error)}')
+    except Exception as error:          # a damaged file fails in a dozen ways within zip and npy
+        expect(False, error)
 
     def take(name, shape, dtype=np.float32):
         array = stored[name]
@@ -798,18 +830,12 @@ def load(path):
         return array
 
     try:
-        with np.load(encoded(path), allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise Refusal(f'cannot read {path}: {reason(error)}')
-    except Exception as error:          # a damaged file fails in a dozen ways within zip and npy
-        expect(False, error)
-    try:
         version = take('format', (), np.int64)
-        expect(version <= FORMAT, f'its format {version} is newer than {FORMAT}, known here')
+        known = f'{"newer than" if version > FORMAT else "not"} {FORMAT}, which is known here'
+        expect(version == FORMAT, f'format {version} is {known}')
         config = json.loads(str(stored['config']))
-        check_rules(config, RULES, ['model', 'data', 'sha256', 'longest', 'vocabulary',
-                                    *CHOICES[config['model']]])
+        config |= check_rules(config, RULES, [*STORED, *CHOICES[config['model']]])
+        expect(config['embd'] % config.get('heads', 1) == 0, 'its heads do not divide its embd')
         vocabulary = ''.join(map(chr, take('vocabulary', (config['vocabulary'],), np.int64)))
         expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
                'its vocabulary is not in order')
@@ -819,7 +845,7 @@ def load(path):
             config=config, vocabulary=vocabulary, step=int(take('step', (), np.int64)),
             best_step=int(take('best_step', (), np.int64)),
             history=take('history', (None, 3), np.float64).tolist(),
-            moments=take('moments', (None, size)))
+            moments=take('moments', (MOMENTS[config['optimizer']], size)))
         expect(-1 <= state['best_step'] <= state['step'], 'its steps are not')
         hidden = [shapes['b1']] * 2 if config.get('batchnorm') else []
         for kind in ('best', 'latest'):
@@ -827,6 +853,7 @@ def load(path):
                 p={name: take(f'{kind}.{name}', shape) for name, shape in shapes.items()},
                 statistics={name: take(f'{kind}.{name}', shape)
                             for name, shape in zip(('bnmean', 'bnvar'), hidden)})
+            expect((state[kind]['statistics'].get('bnvar', 0) >= 0).all(), 'a variance is negative')
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError,
             RecursionError, argparse.ArgumentTypeError) as error:
         expect(False, f'{type(error).__name__} {error}')
@@ -842,12 +869,8 @@ def main(argv=None):
         'model.py', description='Show the shapes of a model, and what naive first values do.')
     add_model_flags(parser, CHOICES)
     config = configure(vars(parser.parse_args(argv)), CHOICES)
-    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
-    vocabulary = make_vocabulary(words)
-    config['vocabulary'] = len(vocabulary)
-    config['context'] = config['context'] or max(map(len, words)) + 1
     kind = config['model']
-    examples = EXAMPLES[kind](config, words, vocabulary)
+    _, vocabulary, examples = own_examples(config)
     chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)
     batch = BATCH[kind](config, examples, chosen)
 

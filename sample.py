@@ -25,7 +25,8 @@ def word(argument):
 def read_command_line(argv):
     parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
     flag = parser.add_argument
-    flag('checkpoint', nargs='?', type=m.text, metavar='CHECKPOINT', help='default: the newest in out/')
+    flag('checkpoint', nargs='?', type=m.text, metavar='CHECKPOINT',
+         help='default: the newest in out/')
     flag('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
     flag('--seed', type=number(int, 0), default=0, metavar='N', help='same seed, same names (0)')
     flag('--temperature', type=number(float, 0), default=1., metavar='F',
@@ -47,7 +48,7 @@ def read_command_line(argv):
 
 def newest():
     """The checkpoint in out/ that was written last."""
-    found = glob.glob(os.path.join('out', '*.npz'))
+    found = list(filter(os.path.isfile, glob.glob(os.path.join('out', '*.npz'))))
     if not found:
         raise Refusal('there is no checkpoint in out/: run train.py first, or name one')
     return m.text(max(found, key=os.path.getmtime))
@@ -79,18 +80,19 @@ def print_scores(model, words, as_json):
         check_text(model, '--score', word)
     for word, logprob in zip(words, m.score(model, words)):
         per_char = logprob / (len(word) + 1)               # its end is a character too
-        numbers = dict(logprob=logprob, per_char=per_char, perplexity=math.exp(-per_char))
+        perplexity = math.exp(-per_char) if per_char > -700 else None      # too large for a float
+        numbers = dict(logprob=logprob, per_char=per_char, perplexity=perplexity)
         if as_json:
             print(json.dumps(dict(word=word, **numbers), ensure_ascii=False))
         else:
-            print(word, *(f'{number:.4f}' for number in numbers.values()), sep='\t')
+            print(word, *(f'{number or math.inf:.4f}' for number in numbers.values()), sep='\t')
 
 
 def print_names(model, args, known):
     """Print up to args.n names; `known` are the words of the data, or None."""
     rng = np.random.default_rng(args.seed)
     printed, seen, in_data, tried = 0, set(), 0, 0
-    terminal = sys.stdout.isatty()
+    terminal = sys.stdout and sys.stdout.isatty()
     while printed < args.n and tried < 1000 + 100 * args.n:
         size = min(1000, args.n - printed if not (args.unique or args.new) else 1000)
         names = m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,
@@ -120,7 +122,7 @@ def main(argv=None):
     path = args.checkpoint or newest()
     state = m.load(path)
     config = state['config']
-    model = {**state['best'], 'config': config, 'vocabulary': state['vocabulary']}
+    model = m.usable(state)
     known = read_data(config)
     dev = {step: dev for step, _, dev in state['history']}.get(state['best_step'])
     print(f"{path}: {config['model']}, step {state['best_step'] if dev else state['step']}, "

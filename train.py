@@ -23,9 +23,9 @@ from model import Refusal, kernel, number, one_of
 import numpy as np
 from tqdm import tqdm
 
-# ---- Optimizers: w (P,) takes a step against its gradient dw, the t-th one. Source: A.7.
+# ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one. Source: A.7.
 #
-# moments (k,P) is what an optimizer remembers of the gradients before.
+# moments (k,size) is what an optimizer remembers of the gradients before.
 
 
 @kernel
@@ -59,7 +59,6 @@ def adam(w, dw, moments, lr, t):
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
-MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
@@ -145,13 +144,13 @@ def batches(config, examples, step):
 
 # ---- One step
 #
-# A run is a dict: config, state, examples by part of the data, parameters as `flat` and as `p`, and
-# a room for each thread: its activations a, their gradients d, and its gradient g of the parameters.
+# A run is a dict: config, state, examples by part of the data, the parameters as `flat` and as `p`,
+# and for each thread a room: the activations a, their gradients d, the parameters' gradients g.
 
 def new_run(state, examples, pool):
     config = state['config']
     shapes = m.PARAMETERS[config['model']](config)
-    flat = np.concatenate([w.ravel() for w in state['latest']['p'].values()])   # (P,)
+    flat = np.concatenate([w.ravel() for w in state['latest']['p'].values()])   # (size,)
     rooms = [dict(flat_g=np.zeros_like(flat)) for _ in range(config.get('threads', 1))]
     for room in rooms:
         room['g'] = m.views(shapes, room['flat_g'])
@@ -186,9 +185,9 @@ def gradient(run, share, step, thread):
     make_room(config, room, N, P)
     if config.get('dropout'):
         rng = np.random.default_rng((DROPOUT, config['seed'], step, thread))
-        kept = rng.random((2*config['layers'] + 1, N, config['embd']), np.float32)
-        kept = kept >= config['dropout']                                        # (2*L+1, N, E)
-        masks['masks'] = kept * np.float32(1 / (1 - config['dropout']))         # (2*L+1, N, E)
+        kept = rng.random((2*config['layers'], N, config['embd']), np.float32)
+        kept = kept >= config['dropout']                                        # (2*L, N, E)
+        masks['masks'] = kept * np.float32(1 / (1 - config['dropout']))         # (2*L, N, E)
     loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
     backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
     return loss
@@ -197,7 +196,7 @@ def gradient(run, share, step, thread):
 def train_step(run, shares, step):
     """Take a step on a batch, given in shares; returns its loss before the step."""
     config, rooms = run['config'], run['rooms']
-    g = rooms[0]['flat_g']                                                      # (P,)
+    g = rooms[0]['flat_g']                                                      # (size,)
     if len(shares) == 1:
         loss = gradient(run, shares[0], step, 0)
     else:
@@ -234,15 +233,10 @@ def evaluate(model, examples, pool):
     return sum(losses) / sum(rows)
 
 
-def usable(state, kind):
-    """The 'best' or the 'latest' parameters of a training state, as a model to predict with."""
-    return {**state[kind], 'config': state['config'], 'vocabulary': state['vocabulary']}
-
-
 def sample(state, kind, n):
     """Names from a generator of their own, so that training does not depend on them."""
     rng = np.random.default_rng((NAMES, state['config']['seed'], state['step']))
-    return m.generate(usable(state, kind), n, rng)
+    return m.generate(m.usable(state, kind), n, rng)
 
 
 # ---- The run
@@ -250,23 +244,26 @@ def sample(state, kind, n):
 def keep(run, evaluated, out, aside):
     """Put the parameters into the state, evaluated or not, and the state into the file `out`."""
     state, config, examples = run['state'], run['config'], run['examples']
-    if not (np.isfinite(run['flat']).all() and np.isfinite(state['moments']).all()):
-        raise FloatingPointError
     p = m.views(m.PARAMETERS[config['model']](config), run['flat'].copy())
     normed = config.get('batchnorm')
     statistics = m.batchnorm_statistics(config, p, examples['train']) if normed else {}
-    state['latest'] = dict(p=p, statistics=statistics)
+    latest = dict(p=p, statistics=statistics)
+    losses = []
     if evaluated:
-        model = usable(state, 'latest')
+        model = m.usable({**state, 'latest': latest}, 'latest')
         losses = [evaluate(model, examples[part], run['pool']) for part in ('sample', 'dev')]
-        if not np.isfinite(losses).all():
+    for array in (run['flat'], state['moments'], losses, *statistics.values()):
+        if not np.isfinite(array).all():
             raise FloatingPointError
+    state['latest'] = latest
+    if evaluated:
         if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
             state['best'], state['best_step'] = state['latest'], state['step']
         state['history'].append((state['step'], *losses))
     if state['best_step'] < 0:          # nothing was evaluated yet, so nothing better is known
         state['best'] = state['latest']
     m.save(out, state, aside)
+    run['kept'] = state['step']
     if aside:
         say(f'what stood in {out} is {aside} now')
 
@@ -392,10 +389,12 @@ def read_command_line(argv):
         ('backward', 'WAY', 'fused, or steps: the column of single operations'),
         ('threads', 'N', 'shares of a batch, worked on at once')))
     group = parser.add_argument_group('the run')
-    group.add_argument('--out', type=m.text, metavar='FILE', help='checkpoint; default out/MODEL.npz')
+    group.add_argument('--out', type=m.text, metavar='FILE',
+                       help='checkpoint; default out/MODEL.npz')
     group.add_argument('--resume', action='store_true', help='go on with the run in --out')
     group.add_argument('--check', action='store_true', help='prove the gradients before training')
-    group.add_argument('--plot', type=m.text, metavar='FILE', help='draw losses and embedding (by matplotlib)')
+    group.add_argument('--plot', type=m.text, metavar='FILE',
+                       help='draw losses and embedding (by matplotlib)')
     return vars(parser.parse_args(argv))
 
 
@@ -418,7 +417,7 @@ def start(typed):
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     latest = dict(p=m.views(m.PARAMETERS[config['model']](config), flat), statistics={})
-    moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
+    moments = np.zeros((m.MOMENTS[config['optimizer']], len(flat)), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
                 moments=moments, latest=latest), words
 
@@ -426,16 +425,15 @@ def start(typed):
 def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with."""
     state = m.load(out)
-    config = state['config']
     try:
-        m.check_rules(config, RULES, CHOICES[config['model']])
-        if len(state['moments']) != MOMENTS[config['optimizer']]:
-            raise ValueError(f"its moments are not those of {config['optimizer']}")
-    except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
+        names = [*m.STORED, *CHOICES[state['config']['model']]]
+        config = state['config'] = m.check_rules(state['config'], RULES, names)
+    except (KeyError, argparse.ArgumentTypeError) as error:
         raise Refusal(f'{out} is not a checkpoint in good order: {error}')
     for name in typed:
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
-            raise Refusal(f'--{name.replace("_", "-")} {typed[name]} contradicts {out}, which has '
+            value = '' if name == 'batchnorm' else f' {typed[name]}'
+            raise Refusal(f'{m.flag(name)}{value} contradicts {out}, which has '
                           f'{config.get(name)}: leave it out, or start a new run')
     sha256 = config['sha256']
     config.update(typed)
@@ -471,7 +469,7 @@ def check_place(out):
 
 
 def say_compiling(kernels):
-    """Tell that kernels are going to be compiled, this once or, without a place for them, always."""
+    """Tell that kernels must be compiled first, this once or, without a place for them, always."""
     folder = kernels[0].stats.cache_path
     if not folder:
         say('compiling the kernels, a few seconds each time: no folder can keep them '
@@ -510,21 +508,23 @@ def main(argv=None):
     say_compiling([OPTIMIZERS[config['optimizer']],
                    m.attention if config['model'] == 'gpt' else m.embedding])
     with ThreadPoolExecutor(config.get('threads', 1)) as pool:
+        run = new_run(state, examples, pool)
+        if resume:
+            run['kept'] = state['step']
         try:
-            speed, signals = train(new_run(state, examples, pool), out, None if resume else aside)
+            speed, signals = train(run, out, None if resume else aside)
         except FloatingPointError:
-            last = f"{out} keeps step {state['history'][-1][0]}" if state['history'] else \
-                'nothing was written'
             say(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
-                f"{config['lr']:g}; {last}")
+                f"{config['lr']:g}; "
+                + (f"{out} keeps step {run['kept']}" if 'kept' in run else 'nothing was written'))
             return 1
         if signals:
             command = shlex.join(['python', 'train.py', '--resume', '--out', out])
             say(f"stopped at step {state['step']}, all of it kept; to go on: {command}")
             return 128 + signals[0]
-        best = usable(state, 'best')
+        best = m.usable(state)
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
-    print(f"{sum(w.size for w in best['p'].values()):,} parameters, {speed:,.0f} steps a second, "
+    print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
           f"best at step {state['best_step']}, kept in {out}")
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(state, 'best', 10), sep='\n')

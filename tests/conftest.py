@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def split_of(words):
 
 
 def without_times(text):
-    return re.sub(r"\d+ steps a second|\d+ s left", "", text)
+    return re.sub(r"[\d,]+ steps a second|\d+ s left", "", text)
 
 
 def losses_of(report):
@@ -58,8 +59,8 @@ def process(program, *argv, env=(), **options):
     """Start train.py or sample.py as a user would."""
     clean = {name: value for name, value in os.environ.items()
              if not name.startswith(("PYTHON", "LC_", "LANG"))}
-    options = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                   env={**clean, "LC_ALL": "C.UTF-8", **dict(env)}, **options)
+    options = {**dict.fromkeys(["stdout", "stderr"], subprocess.PIPE), **options}
+    options |= dict(stdin=subprocess.DEVNULL, env={**clean, "LC_ALL": "C.UTF-8", **dict(env)})
     return subprocess.Popen([sys.executable, ROOT / f"{program}.py", *argv], **options)
 
 
@@ -72,7 +73,8 @@ def finish(started):
 def in_terminal(program, *argv, stream, env=()):
     """Run with one stream on a terminal: status, what the terminal got, what the other got."""
     master, slave = pty.openpty()
-    with process(program, *argv, env={"TERM": "xterm", "COLUMNS": "100", **dict(env)},
+    termios.tcsetwinsize(slave, (24, 100))
+    with process(program, *argv, env={"TERM": "xterm", **dict(env)},
                  **{stream: slave}) as started:
         os.close(slave)
         shown = b""
@@ -121,7 +123,10 @@ def learn(run):
 
 @pytest.fixture
 def refused(run):
-    """refused(program, ...) asserts one sentence, status 2 and no file touched; gives the text."""
+    """refused(program, ...) asserts one sentence, status 2 and no file touched; gives the text.
+
+    Above it may stand argparse's usage, or what was said about the data or the checkpoint.
+    """
     def everything():
         return {path: path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
 
@@ -132,8 +137,8 @@ def refused(run):
         assert everything() == before
         last = result.err.splitlines()[-1]
         assert result.err.endswith(last + "\n")
-        others = result.err.splitlines()[:-1]
-        assert all(line.startswith(("usage: ", "  ")) for line in others)
+        for line in result.err.splitlines()[:-1]:
+            assert re.match(r"usage: |  |.*txt: \d+ lines, |.*: (mlp|gpt), step \d+, ", line)
         return last
     return refused
 

@@ -1,7 +1,7 @@
 """Random inputs for every layer, both models in plain NumPy, and derivatives without formulas."""
 import ast
-import inspect
 from math import prod, sqrt
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -113,20 +113,6 @@ def embedding_case(rng, N):
     dC = before.copy()
     backward.embedding_backward(dy, X, dC)
     return Case(dict(C=C), dict(X=X), forward, dy, dict(C=dC - before))
-
-
-def positions_case(rng, N):
-    P, x, dy = normal(rng, (7, 9), (N, 9), (N, 9))
-    rows, first = ragged(LENGTHS[N])
-    y, dP = unset((N, 9), (7, 9))
-
-    def forward():
-        y[:] = x
-        m.positions(P, rows, first, y)
-        return y
-
-    backward.positions_backward(dy, rows, first, dP)
-    return Case(dict(P=P, x=x), dict(rows=rows, first=first), forward, dy, dict(P=dP, x=dy))
 
 
 def add_bias_case(rng, N):
@@ -243,32 +229,21 @@ def attention_case(rng, N):
     return Case(dict(qkv=qkv), dict(lengths=LENGTHS[N]), forward, dy, dict(qkv=dqkv))
 
 
-def residual_case(rng, N):
-    x, branch, dy = normal(rng, (N, 7), (N, 7), (N, 7))
-    y, dbranch = unset((N, 7), (N, 7))
+def residual_case(dropout):
+    def case(rng, N):
+        x, branch, dy, mask = normal(rng, (N, 7), (N, 7), (N, 7), (N, 7))
+        mask = mask * (mask > 0) if dropout else None
+        y, scaled, dbranch = unset((N, 7), (N, 7), (N, 7))
 
-    def forward():
-        y[:] = x
-        m.residual(y, branch)
-        return y
+        def forward():
+            y[:], scaled[:] = x, branch
+            m.residual(y, scaled, mask)
+            return y
 
-    backward.residual_backward(dy, dbranch)
-    return Case(dict(x=x, branch=branch), {}, forward, dy, dict(x=dy, branch=dbranch))
-
-
-def dropout_case(rng, N):
-    x, dy, masks = normal(rng, (N, 7), (N, 7), (3, N, 7))
-    masks *= masks > 0
-    y, = unset((N, 7))
-
-    def forward():
-        y[:] = x
-        m.dropout(y, masks, 1)
-        return y
-
-    dx = dy.copy()
-    backward.dropout_backward(dx, masks, 1)
-    return Case(dict(x=x), dict(masks=masks), forward, dy, dict(x=dx))
+        backward.residual_backward(dy, mask, dbranch)
+        return Case(dict(x=x, branch=branch), dict(mask=mask), forward, dy,
+                    dict(x=dy, branch=dbranch))
+    return case
 
 
 def head_case(rng, N):
@@ -298,22 +273,25 @@ def cross_entropy_case(rng, N):
 
 
 CASES = dict(
-    embedding=embedding_case, positions=positions_case, add_bias=add_bias_case, linear=linear_case,
+    embedding=embedding_case, add_bias=add_bias_case, linear=linear_case,
     linear_without_bias=linear_without_bias_case, batchnorm=batchnorm_case,
     **{name: norm_case(name) for name in NORMS},
     **{name: activation_case(name) for name in ACTIVATIONS}, softmax=softmax_case,
-    attention=attention_case, residual=residual_case, dropout=dropout_case, head=head_case,
-    cross_entropy=cross_entropy_case)
+    attention=attention_case, residual=residual_case(False), dropout=residual_case(True),
+    head=head_case, cross_entropy=cross_entropy_case)
 
 
 # ---- The column
 
+COLUMN = next(node.body for node in ast.parse(Path(m.__file__).read_text(encoding='utf-8')).body
+              if getattr(node, 'name', '') == 'mlp_steps')
+
+
 def column_after(name):
     """The lines of mlp_steps that follow the one of `name`, as a function: values -> loss."""
-    lines = ast.parse(inspect.getsource(m.mlp_steps)).body[0].body
-    place = next(i for i, line in enumerate(lines)
+    place = next(i for i, line in enumerate(COLUMN)
                  if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name)
-    code = compile(ast.Module(lines[place + 1:-1], []), f'mlp_steps after {name}', 'exec')
+    code = compile(ast.Module(COLUMN[place + 1:-1], []), f'mlp_steps after {name}', 'exec')
 
     def loss(values):
         scope = {'np': np, **values}
@@ -326,12 +304,12 @@ def column_after(name):
 
 def mlp_config(batchnorm, act):
     return dict(model='mlp', vocabulary=11, context=5, embd=9, hidden=7, batchnorm=batchnorm,
-                act=act, init='kaiming', longest=6)
+                act=act, init='kaiming', data='', sha256='', longest=6)
 
 
 def gpt_config(norm, act, layers, heads):
     return dict(model='gpt', vocabulary=11, context=6, embd=12, layers=layers, heads=heads,
-                norm=norm, act=act, init='kaiming', longest=5)
+                norm=norm, act=act, init='kaiming', data='', sha256='', longest=5)
 
 
 VOCABULARY = m.make_vocabulary(['abcdefghij'])
@@ -374,10 +352,8 @@ class Run(NamedTuple):
 
 def run(config, p, batch, masks=None):
     """One pass forward and backward of either model, in room that was not set before."""
-    kind, pairs = config['model'], 0
-    if kind == 'gpt':
-        pairs = int((batch[2] - batch[3] + 1).sum())
-    dtype, N = p['C'].dtype, len(batch[1])
+    kind, dtype = config['model'], p['C'].dtype
+    N, pairs = m.sizes(batch)
     a = room(m.ACTIVITY[kind](config, N, pairs), dtype)
     d = room(backward.ROOM[kind](config, N, pairs), dtype)
     g = room(m.PARAMETERS[kind](config), dtype)
@@ -431,8 +407,8 @@ def plain_gpt(config, p, ids, masks=None):
     """Logits of one name, its boundary in front; all pairs are computed, half of them masked."""
     n, A, norm = len(ids), config['heads'], config['norm']
     if masks is None:
-        masks = np.ones((2*config['layers'] + 1, 1, 1))
-    x = (p['C'][ids] + p['P'][:n]) * masks[-1]
+        masks = np.ones((2*config['layers'], 1, 1))
+    x = p['C'][ids] + p['P'][:n]
     for l in range(config['layers']):
         qkv = plain_norm(norm, x, p['gain'][2*l]) @ p['Wqkv'][l]
         q, k, v = qkv.reshape(n, 3, A, -1).transpose(1, 2, 0, 3)

@@ -191,7 +191,7 @@ def gpt_inputs(norm, act, layers, heads, dropout):
     batch = gpt_batch_of(config, WORDS)
     masks = None
     if dropout:
-        masks = (generator.random((2*layers + 1, len(batch[1]), 12)) >= 0.3) / 0.7
+        masks = (generator.random((2*layers, len(batch[1]), 12)) >= 0.3) / 0.7
     return config, p, batch, masks
 
 

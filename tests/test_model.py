@@ -151,8 +151,7 @@ def first_loss(config, seed):
 
 @pytest.mark.parametrize('config', [
     default_config('mlp'), default_config('mlp', hidden=200),
-    default_config('mlp', batchnorm=False), default_config('mlp', batchnorm=False, hidden=200),
-    default_config('gpt', context=16), default_config('gpt', context=16, norm='layernorm')])
+    default_config('mlp', batchnorm=False), default_config('mlp', batchnorm=False, hidden=200)])
 def test_first_loss_is_that_of_27_equal_chances(config):
     for seed in range(3):
         assert abs(first_loss(config, seed) - log(27)) <= 0.05
@@ -226,7 +225,7 @@ def test_cross_entropy_of_a_certain_but_wrong_prediction_is_finite():
 
 # ---- The MLP
 
-@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 5e-6), (np.float64, 1e-13)])
+@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 1e-5), (np.float64, 1e-13)])
 @pytest.mark.parametrize('N', [2, 3, 32])
 def test_fused_mlp_is_the_column(N, dtype, tolerance):
     config = mlp_config(True, 'tanh')
@@ -256,7 +255,7 @@ def test_mlp_is_the_plain_formula(act, batchnorm, statistics):
     given = {}
     if statistics and batchnorm:
         given = dict(bnmean=0.01 * rng(3).random(7), bnvar=0.001 * rng(4).random(7))
-    a = room(m.mlp_activations(config, 6))
+    a = room(m.mlp_activations(config, 6, 0))
     loss = m.mlp(config, p, (X, Y), a, given)
     logits = plain_mlp(config, p, X, given)
     assert error(a['logits'], logits) <= 1e-13
@@ -276,7 +275,7 @@ def random_gpt(norm='rmsnorm', act='gelu', layers=2, heads=4, seed=1):
 def test_gpt_is_the_plain_formula_on_words_of_one_character_to_the_full_context(norm, act, heads):
     config, p = random_gpt(norm, act, heads=heads)
     batch = gpt_batch_of(config, WORDS)
-    masks = (rng(2).random((5, len(batch[1]), 12)) >= 0.3) / 0.7
+    masks = (rng(2).random((4, len(batch[1]), 12)) >= 0.3) / 0.7
     assert sorted(map(len, WORDS))[::len(WORDS) - 1] == [1, config['context'] - 1]
     for mask in None, masks:
         model = run(config, p, batch, mask)
@@ -388,7 +387,7 @@ def test_gpt_batch_is_the_words_end_to_end(words):
 
 # ---- Using a model
 
-@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 1e-5), (np.float64, 1e-12)])
+@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 3e-7), (np.float64, 1e-12)])
 def test_batchnorm_statistics_are_mean_and_unbiased_variance_over_all_examples(dtype, tolerance):
     words = names(1500)
     vocabulary = m.make_vocabulary(words)
@@ -518,7 +517,7 @@ def test_sampling_with_memory_gives_the_names_of_sampling_without(
     cached = m.generate(model, 50, rng(1), temperature, prefix=prefix)
     monkeypatch.setattr(m, 'predict', without_memory(m.predict))
     assert m.generate(model, 50, rng(1), temperature, prefix=prefix) == cached
-    assert temperature == 0 or len(set(cached)) > 10
+    assert temperature == 0 or len(set(cached)) > 5
 
 
 @pytest.mark.parametrize('kind', ['mlp', 'gpt'])
