@@ -139,7 +139,8 @@ def call_changes(node):
     if name in OTHER_FUNCTION:
         yield 'other function', f"{OTHER_FUNCTION[name]}({', '.join(arguments + keywords)})"
     if name in PRODUCTS:
-        yield 'operands swapped', f"{name}({', '.join([*arguments[1::-1], *arguments[2:], *keywords])})"
+        swapped = [*arguments[1::-1], *arguments[2:], *keywords]
+        yield 'operands swapped', f"{name}({', '.join(swapped)})"
     if name == 'np.where':
         yield 'operands swapped', f'np.where({arguments[0]}, {arguments[2]}, {arguments[1]})'
     if name.endswith('.copy'):
@@ -176,13 +177,9 @@ def inside(node):
 def replaced(source, node, text):
     """The source with another text in the place of a node; columns are counted in bytes."""
     lines = source.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    begin = starts[node.lineno - 1] + node.col_offset
-    end = starts[node.end_lineno - 1] + node.end_col_offset
-    code = b''.join(lines)
-    return (code[:begin] + text.encode() + code[end:]).decode()
+    first, last = node.lineno - 1, node.end_lineno - 1
+    begin, end = lines[first][:node.col_offset], lines[last][node.end_col_offset:]
+    return b''.join([*lines[:first], begin, text.encode(), end, *lines[last + 1:]]).decode()
 
 
 def first_difference(source, mutated, line):
@@ -224,11 +221,12 @@ class Mutation:
     """A pytest plugin: runs the collected tests as they are, then once more for each mutant."""
 
     def __init__(self, mutants):
-        self.mutants, self.passed, self.survivors = mutants, False, []
+        self.mutants, self.failed, self.survivors = mutants, None, []
 
     def pytest_runtestloop(self, session):
-        self.passed = all(passes(item, following) for item, following in in_order(session.items))
-        if self.passed:
+        self.failed = [item.nodeid for item, following in in_order(session.items)
+                       if not passes(item, following)]
+        if not self.failed:
             for mutant in survivors(self.mutants, session.items):
                 self.survivors.append(mutant)
         return True
@@ -240,7 +238,7 @@ def in_order(items):
 
 def passes(item, following):
     from _pytest.runner import runtestprotocol
-    return not any(report.failed for report in runtestprotocol(item, following, log=False))
+    return not any(report.failed for report in runtestprotocol(item, False, following))
 
 
 def start(mutant, items):
@@ -274,6 +272,9 @@ def survivors(mutants, items):
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     del running[child]
+                    if sys.stderr.isatty():
+                        left = len(waiting) + len(running)
+                        print(f'\r{left} left ', end='', file=sys.stderr, flush=True)
                     if status == 0:
                         yield mutant
     finally:
@@ -291,7 +292,7 @@ def copy_project(folder):
 
 
 def try_mutants(found, tests):
-    """Whether the tests pass at all, and the mutants that survive them."""
+    """The tests that fail without any mutant, None if there are no tests; and the survivors."""
     mutation = Mutation(found)
     with tempfile.TemporaryDirectory() as folder:
         copy_project(Path(folder))
@@ -301,9 +302,10 @@ def try_mutants(found, tests):
         model.kernel = lambda function: function
         import pytest
         with open(os.devnull, 'w') as nothing, contextlib.redirect_stdout(nothing):
-            pytest.main(['-q', '-p', 'no:cacheprovider', *tests], plugins=[mutation])
+            pytest.main(['-q', '-p', 'no:cacheprovider', '--capture=sys', *tests],
+                        plugins=[mutation])
         os.chdir(ROOT)
-    return mutation.passed, mutation.survivors
+    return mutation.failed, mutation.survivors
 
 
 def main():
@@ -317,12 +319,13 @@ def main():
     if args.list:
         print(*found, f'{len(found)} mutants', sep='\n')
         return 0
-    passed, survived = try_mutants(found, args.tests)
-    if not passed:
-        print('the tests fail without any mistake in backward.py')
+    failed, survived = try_mutants(found, args.tests)
+    if failed != []:
+        print('without any mutant these fail:', *failed or ['the tests did not run'], sep='\n    ')
         return 1
     for mutant in survived:
-        print(mutant, EXPLAINED.get(f'{mutant.before} -> {mutant.after}', 'NOT EXPLAINED'), sep='\n    ')
+        reason = EXPLAINED.get(f'{mutant.before} -> {mutant.after}', 'NOT EXPLAINED')
+        print(mutant, reason, sep='\n    ')
     killed = len(found) - len(survived)
     print(f'{len(found)} mutants, {killed} killed ({killed / max(len(found), 1):.1%}), '
           f'{len(survived)} survived')

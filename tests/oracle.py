@@ -302,14 +302,17 @@ def column_after(name):
 
 # ---- Both models on small, odd sizes
 
+STORED = dict(longest=5, data='', sha256='', optimizer='adam')     # what else a checkpoint tells
+
+
 def mlp_config(batchnorm, act):
     return dict(model='mlp', vocabulary=11, context=5, embd=9, hidden=7, batchnorm=batchnorm,
-                act=act, init='kaiming', data='', sha256='', longest=6)
+                act=act, init='kaiming', **STORED)
 
 
 def gpt_config(norm, act, layers, heads):
     return dict(model='gpt', vocabulary=11, context=6, embd=12, layers=layers, heads=heads,
-                norm=norm, act=act, init='kaiming', data='', sha256='', longest=5)
+                norm=norm, act=act, init='kaiming', **STORED)
 
 
 VOCABULARY = m.make_vocabulary(['abcdefghij'])

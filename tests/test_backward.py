@@ -269,7 +269,7 @@ def test_gpt_gives_no_gradient_to_positions_that_no_name_reaches():
 
 @pytest.mark.parametrize('config', [
     mlp_config(True, 'tanh'), mlp_config(False, 'silu'), gpt_config('rmsnorm', 'gelu', 2, 4),
-    gpt_config('layernorm', 'relu', 1, 1)])
+    pytest.param(gpt_config('layernorm', 'relu', 1, 1), marks=pytest.mark.slow)])
 def test_gradients_in_float32_agree_with_float64(config):
     p, flat = random_parameters(config, rng(1))
     q = m.views(m.PARAMETERS[config['model']](config), flat.astype(np.float32))
@@ -314,7 +314,7 @@ def test_rows_with_gradient_are_the_characters_in_the_batch(way):
 @pytest.mark.parametrize('optimizer, goes_on', [('sgd', False), ('momentum', True), ('adam', True)])
 def test_rows_not_fetched_stay_but_under_moments_a_row_fetched_earlier_goes_on(optimizer, goes_on):
     config, vocabulary, p, flat, batch = real_batch()
-    moments = np.zeros((train.MOMENTS[optimizer], len(flat)))
+    moments = np.zeros((m.MOMENTS[optimizer], len(flat)))
     before = p['C'].copy()
     fetched = []
     ids = np.array([[1, 2, 3], [2, 2, 1], [3, 1, 2], [3, 3, 1]])
@@ -439,7 +439,7 @@ def test_trap_tied_table_has_two_contributions(norm):
 
 def batchnorm_formula(case, divisor_of_variance, bessel):
     """batchnorm_backward's expression with n or n - 1 at will."""
-    x, gain, dy, n = case.inputs['x'], case.inputs['gain'], case.dy, len(case.dy)
+    x, gain, dy = case.inputs['x'], case.inputs['gain'], case.dy
     diff = x - x.mean(0)
     var_inv = ((diff**2).sum(0) / divisor_of_variance + 1e-5)**-0.5
     raw = diff * var_inv
@@ -451,19 +451,18 @@ def test_trap_bessel_divisor_of_the_variance(N):
     case = CASES['batchnorm'](rng(N), N)
     truth = central_differences(case.loss, case.inputs['x'])
     assert error(batchnorm_formula(case, N - 1, N / (N - 1)), truth) <= CENTRAL
-    assert error(batchnorm_formula(case, N - 1, 1), truth) > 0.002
+    assert error(batchnorm_formula(case, N - 1, 1), truth) > 0.004
     assert error(batchnorm_formula(case, N, 1), truth) > 0.01
     assert error(case.gradients['x'], truth) <= CENTRAL
 
 
-@pytest.mark.parametrize('N, off', [(32, 0.016), (4, 0.134), (3, 0.184), (2, 0.293)])
+@pytest.mark.parametrize('N, off', [(32, 0.016), (4, 0.134), (3, 0.184)])
 def test_trap_bessel_counts_more_the_smaller_the_batch(N, off):
-    x, = normal(rng(N), (N, 7))
-    x *= 1e4                            # eps vanishes beside this
-    raw, var_inv, y = unset((N, 7), 7, (N, 7))
-    m.batchnorm(x, np.ones(7), np.zeros(7), raw, var_inv, y)
-    by_n = (x - x.mean(0)) / x.std(0)
-    assert raw / by_n == pytest.approx(1 - off, abs=5e-4)
+    """A backward that believes in n all through is off by 1 - sqrt((n - 1) / n)."""
+    case = CASES['batchnorm'](rng(N), N)
+    case.inputs['x'][:] *= 1e4          # eps vanishes beside this
+    right, wrong = batchnorm_formula(case, N - 1, N / (N - 1)), batchnorm_formula(case, N, 1)
+    assert error(wrong, right) == pytest.approx(off, abs=5e-4)
 
 
 @pytest.mark.parametrize('N', BATCHES)

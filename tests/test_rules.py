@@ -250,12 +250,14 @@ class Watch:
             self.locals.setdefault((function, name), set()).add(shapes[name])
 
     def filled(self, function, line, text, values, required, scope):
-        expected = self.expected(function, line, scope)
-        for name, value in zip(text.split(', '), values):
+        shapes = [shape_of(value) for value in values]
+        for name, shape in zip(text.split(', '), shapes):
             if name.isidentifier():
-                self.locals.setdefault((function, name), set()).add(shape_of(value))
-        for value in values:
-            shape = shape_of(value)
+                self.locals.setdefault((function, name), set()).add(shape)
+        if not any(shape is not None for shape in shapes):
+            return                      # as masks without dropout: there is no array
+        expected = self.expected(function, line, scope)
+        for shape in shapes:
             if expected not in (None, UNKNOWN, shape):
                 self.fault(function, line, f'{text}: {expected} in the comment, {shape}')
             if expected is None and required and shape:
@@ -338,7 +340,7 @@ def watch_gpt(watch, model, backward, rng):
     p = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     for norm in model.NORMS:
         for act in model.ACTIVATIONS:
-            for masks in None, rng.random((2*L + 1, N, E)):
+            for masks in None, rng.random((2*L, N, E)):
                 config.update(norm=norm, act=act)
                 a = unset(model.ACTIVITY['gpt'](config, N, P))
                 d, g = unset(backward.ROOM['gpt'](config, N, P)), unset(shapes)
@@ -405,6 +407,7 @@ def snippet_faults(source):
     ('y)            # (N, E)', 'y)            # (E, N)', '(5, 3) in the comment, [(3, 5)] filled'),
     ('n = len(x)', 'n = len(x)              # (N,)', 'n: (3,) in the comment, ()'),
     ('(E,)', '(K,)', "(K,): name 'K' is not defined"),
+    ('n = len(x)', 'n = [x]                 # (N,)', 'not reached'),
     ('n = len(x)', 'if not len(x):\n        x = 2*x             # (N, E)', 'not reached'),
     ('n = len(x)', 'np.exp(y, out=y)', 'y: no shape in a comment')])
 def test_a_wrong_and_a_missing_shape_are_caught(old, new, fault):

@@ -480,7 +480,7 @@ def test_a_terminal_that_cannot_show_a_character_gets_an_escape(learn):
 
 
 def test_a_closed_pipe_ends_quietly(trained):
-    """As | head -1 does: more names than a pipe holds, and nobody reads on."""
+    """As by | head -1: more names than a pipe holds, and nobody reads on."""
     with process("sample", "out/mlp.npz", "-n", "100000") as started:
         assert started.stdout.readline().endswith(b"\n")
         started.stdout.close()

@@ -169,7 +169,7 @@ def from_checkpoint(tmp_path, config, p):
     kept, size = dict(p=p, statistics=statistics), sum(w.size for w in p.values())
     path = str(tmp_path / 'twin.npz')
     m.save(path, dict(config=config, vocabulary=VOCABULARY, step=0, best_step=0, history=[],
-                      moments=np.zeros((0, size), np.float32), best=kept, latest=kept))
+                      moments=np.zeros((2, size), np.float32), best=kept, latest=kept))
     ours = {name: w.astype(np.float64) for name, w in m.load(path)['best']['p'].items()}
     with np.load(path) as file:
         return ours, {name: file[f'best.{name}'].astype(np.float64) for name in p}
@@ -221,7 +221,7 @@ def test_optimizer_agrees_with_torch_over_50_steps(optimizer):
     config = mlp_config(False, 'tanh')
     p, flat = random_parameters(config, rng(1))
     start, leaves = flat.copy(), tensors(p)
-    moments = np.zeros((train.MOMENTS[optimizer], len(flat)))
+    moments = np.zeros((m.MOMENTS[optimizer], len(flat)))
     theirs = TORCH_OPTIMIZERS[optimizer](leaves.values(), 0.01)
     for t in range(1, 51):
         batch = mlp_batch_of(rng(2, t), 32)

@@ -1,0 +1,505 @@
+"""Measures how fast everything is, next to PyTorch and to the machine itself: Markdown tables.
+
+Other work on a machine comes and goes. So whatever is compared runs interleaved: a turn of some
+tens of milliseconds for each, in an order drawn anew, for many rounds. A ratio is taken within
+each round. A cell states the median of the rounds and, in brackets, the quartiles.
+"""
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import model as m
+import train
+
+import numba
+import numpy as np
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    torch = None
+
+RATES = dict(sgd=0.1, adam=0.003)
+CORES = train.CHOICES['gpt']['threads']
+BATCHES = dict(mlp=64, gpt=4)           # that many different ones, over and over
+
+
+# ---- Timing, and showing what was timed
+
+def turn(call, seconds=0.03, whole=1):
+    """A function that makes as many calls as take about that long and returns seconds a call.
+
+    It makes a multiple of `whole` calls, so that each turn is the same work.
+    """
+    def timed(n):
+        begin = time.perf_counter()
+        for _ in range(n):
+            call()
+        return (time.perf_counter() - begin) / n
+
+    call()                              # may compile
+    n = whole * max(1, round(seconds / whole / timed(whole)))
+
+    def run():
+        call()                          # brings back to the caches what the others drove out
+        return timed(n)
+    return run
+
+
+def race(turns, rounds):
+    """Run all turns {name: function} in each round: {name: an array of what each returned}."""
+    results = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name in random.sample(list(turns), len(turns)):
+            results[name].append(turns[name]())
+    return {name: np.array(values) for name, values in results.items()}
+
+
+def cell(value):
+    """A figure of all rounds as its median (quartiles), anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return str(value)
+    low, middle, high = np.percentile(value, [25, 50, 75])
+    digits = max(0, 2 - int(np.floor(np.log10(max(abs(middle), 1e-3)))))
+    return f'{middle:,.{digits}f} ({low:,.{digits}f} … {high:,.{digits}f})'
+
+
+def table(kept, title, columns, rows):
+    """Print a table, a list of cells a row, and keep its figures; a column of None is left out."""
+    rows = list(rows)
+    shown = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+    kept.append(dict(title=title, columns=[columns[i] for i in shown],
+                     rows=[[row[i] for i in shown] for row in rows]))
+    print(f'\n**{title}**\n')
+    for row in columns, ['---'] * len(columns), *rows:
+        print('|', ' | '.join(cell(row[i]) for i in shown), '|', flush=True)
+
+
+# ---- Training, by the functions of train.py
+
+def prepare(kind, **typed):
+    """A new training as train.py begins it: state, examples, words, some batches, rows a batch."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        state, words = train.start({'model': kind, 'eval_every': 0, **typed})
+    config = state['config']
+    parts = dict(zip(('train', 'dev', 'test'), train.split(words)))
+    examples = {part: m.EXAMPLES[kind](config, some, state['vocabulary'])
+                for part, some in parts.items()}
+    batches = list(islice(train.batches(config, examples['train'], 0), BATCHES[kind]))
+    rows = np.mean([sum(len(share[1]) for share in shares) for shares in batches])
+    return SimpleNamespace(config=config, state=state, examples=examples, parts=parts,
+                           batches=batches, rows=rows)
+
+
+def ours(job, pool=None, batches=None):
+    """Each next() takes one bare step of training, on batches that are ready; gives the loss."""
+    run = train.new_run(job.state, job.examples, pool)
+    for step, shares in enumerate(cycle(batches or job.batches)):
+        yield train.train_step(run, shares, step)
+
+
+def flops(job):
+    """Operations of a step in matrix products: x W forward, dy W^T and x^T dy backward.
+
+    Those of attention, within single names, are left out: less than a fiftieth of all.
+    """
+    V, T, E = (job.config[size] for size in ('vocabulary', 'context', 'embd'))
+    if job.config['model'] == 'mlp':
+        multiplications = (T*E + V) * job.config['hidden']
+    else:
+        multiplications = job.config['layers'] * 12 * E*E + E*V
+    return 3 * 2 * job.rows * multiplications
+
+
+def sgemm(pool=None):
+    """A turn of float32 products of 512 x 512, on each core at once if there is a pool.
+
+    It returns seconds for one operation, of all cores together.
+    """
+    threads = CORES if pool else 1
+    A, B, C = np.random.default_rng(1).random((3, threads, 512, 512), np.float32)
+
+    def product(i):
+        np.dot(A[i], B[i], out=C[i])
+
+    def call():
+        if pool:
+            list(pool.map(product, range(threads)))
+        else:
+            product(0)
+    run = turn(call)
+    return lambda: run() / (threads * 2 * 512**3)
+
+
+# ---- The same models in PyTorch
+
+def leaves(p):
+    """The parameters as PyTorch has them: one tensor a layer, matrices of linear layers (O,I)."""
+    parts = {name: list(w) if w.ndim == 3 or name == 'gain' else [w] for name, w in p.items()}
+    return {name: [torch.tensor(np.ascontiguousarray(w.T) if name[0] == 'W' else w)
+                   .requires_grad_() for w in ws] for name, ws in parts.items()}
+
+
+def torch_mlp(config, p):
+    """The loss of the MLP, as a function of a batch."""
+    C, W1, b1, gain, bias, W2, b2 = (p[name][0] for name in m.MLP_PARAMETERS)
+    # batch_norm takes the variance over n, the model over n - 1: gain and eps make up for it
+    bessel = 1 - 1 / config['batch']
+    with torch.no_grad():
+        gain *= bessel**0.5
+
+    def loss(X, Y):
+        hprebn = F.linear(F.embedding(X, C).flatten(1), W1, b1)
+        hpreact = F.batch_norm(hprebn, None, None, gain, bias, training=True, eps=1e-5 * bessel)
+        return F.cross_entropy(F.linear(torch.tanh(hpreact), W2, b2), Y)
+    return loss
+
+
+def torch_gpt(config, p):
+    """The loss of the GPT, as a function of a batch of padded names."""
+    E, A, L = config['embd'], config['heads'], config['layers']
+    C, P, gain = p['C'][0], p['P'][0], p['gain']
+
+    def norm(x, i):
+        return F.rms_norm(x, (E,), gain[i], 1e-5)
+
+    def loss(X, Y):
+        x = F.embedding(X, C) + P[:X.shape[1]]
+        for l in range(L):
+            qkv = F.linear(norm(x, 2*l), p['Wqkv'][l]).unflatten(2, (3, A, E // A))
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            ctx = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + F.linear(ctx.transpose(1, 2).flatten(2), p['Wo'][l])
+            up = F.linear(norm(x, 2*l + 1), p['Wup'][l])
+            x = x + F.linear(F.gelu(up, approximate='tanh'), p['Wdown'][l])
+        logits = F.linear(norm(x, -1), C)
+        return F.cross_entropy(logits.flatten(0, 1), Y.flatten(), ignore_index=-100)
+    return loss
+
+
+def torch_batch(kind, shares):
+    """The same batch as tensors, its names padded to the longest of them."""
+    if kind == 'mlp':
+        return [torch.tensor(ids) for ids in shares[0]]
+    names = []
+    for X, Y, rows, first in shares:
+        begins = np.flatnonzero(rows == first)[1:]
+        names += zip(np.split(X[:, 0], begins), np.split(Y, begins))
+    return [torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(ids) for ids in side], batch_first=True, padding_value=filler)
+        for side, filler in zip(zip(*names), (0, -100))]
+
+
+def theirs(job, how='foreach', threads=1):
+    """As ours(), in PyTorch eager; `how` its optimizer goes through the parameters."""
+    config = job.config
+    p = leaves(job.state['latest']['p'])
+    loss_of = dict(mlp=torch_mlp, gpt=torch_gpt)[config['model']](config, p)
+    make = dict(sgd=torch.optim.SGD, adam=torch.optim.Adam)[config['optimizer']]
+    optimizer = make([w for ws in p.values() for w in ws], lr=config['lr'], **{how: True})
+    batches = [torch_batch(config['model'], shares) for shares in job.batches]
+    for step, batch in enumerate(cycle(batches)):
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        optimizer.param_groups[0]['lr'] = train.learning_rate(config, step)
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(*batch)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def check_same_work(kind, pool, **typed):
+    """Assert that the first steps have the same losses, at a learning rate that can be seen."""
+    job = prepare(kind, **typed, steps=20)
+    for step, (a, b) in enumerate(islice(zip(ours(job, pool), theirs(job)), 6)):
+        assert abs(a - b.item()) < 1e-4, f'{kind} {typed}, step {step}: {a}, PyTorch {b}'
+
+
+def next_of(steps, kind):
+    """A turn of steps, the same batches in each."""
+    return turn(lambda: next(steps), whole=BATCHES[kind])
+
+
+# ---- What is measured
+
+def race_steps(kept, rounds, pool, title, kind, settings):
+    """A table of the settings {label: what is typed}: ours, PyTorch at its best, the machine."""
+    cores, unit, scale = (1, 'µs', 1e6) if kind == 'mlp' else (CORES, 'ms', 1e3)
+    turns, jobs, rivals = dict(sgemm=sgemm(pool if cores > 1 else None)), {}, {}
+    for label, typed in settings.items():
+        job = jobs[label] = prepare(kind, **typed)
+        turns[label] = next_of(ours(job, pool), kind)
+        if torch:
+            check_same_work(kind, pool, **typed)
+            same = str({name: typed[name] for name in typed if name != 'backward'})
+            rivals[label] = [(same, how, threads) for how in ('foreach', 'fused')
+                             for threads in sorted({1, cores})]
+            for key in rivals[label]:
+                turns[key] = turns.get(key) or next_of(theirs(job, *key[1:]), kind)
+    times, rows = race(turns, rounds), []
+    for label, job in jobs.items():
+        rival = min(rivals.get(label, ()), key=lambda key: np.median(times[key]), default=None)
+        rows.append([
+            label, scale * times[label], job.rows / times[label],
+            100 * flops(job) * times['sgemm'] / times[label],
+            *([scale * times[rival], times[rival] / times[label],
+               f'{rival[1]}, {rival[2]} thread' + 's' * (rival[2] > 1)] if rival else [None] * 3)])
+    table(kept, title,
+          ['', f'{unit} a step', 'characters a second',
+           f'% of sgemm on {cores} core' + 's' * (cores > 1), f'PyTorch {unit}',
+           'times faster', 'PyTorch is fastest with'], rows)
+
+
+def mlp(kept, rounds, pool):
+    """A step of the MLP."""
+    race_steps(kept, rounds, pool, 'A step of the MLP, 32 characters, one thread', 'mlp', {
+        f'hidden {hidden}, {optimizer}, {way}': dict(
+            hidden=hidden, optimizer=optimizer, lr=RATES[optimizer], backward=way)
+        for hidden in (64, 200) for optimizer in RATES for way in ('fused', 'steps')})
+
+
+def gpt(kept, rounds, pool):
+    """A step of the GPT."""
+    race_steps(kept, rounds, pool, f'A step of the GPT, Adam, {CORES} threads', 'gpt', {
+        f'{batch} names': dict(batch=batch) for batch in (32, 64)})
+
+
+class Terminal(io.StringIO):
+    """Takes what is written to it for a terminal's, so that the bar is drawn."""
+
+    def isatty(self):
+        return True
+
+
+def train_quietly(job, steps, pool):
+    """The real loop of train.py, in a terminal; steps a second and the state it ends with."""
+    config = {**job.config, 'steps': steps}
+    few = {part: m.EXAMPLES[config['model']](config, words[:50], job.state['vocabulary'])
+           for part, words in job.parts.items()}
+    examples = dict(few, train=job.examples['train'])
+    examples['sample'] = few['train']
+    run = train.new_run({**job.state, 'config': config, 'history': []}, examples, pool)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
+        speed, _ = train.train(run, os.path.join(folder, 'model.npz'), None)
+    return speed, run['state']
+
+
+def loop(kept, rounds, pool):
+    """What making batches, the bar and the rest of the loop take on top of the steps."""
+    turns = {}
+    for key, typed in (
+            ('MLP, SGD', dict(kind='mlp', optimizer='sgd', lr=0.1)),
+            ('MLP, Adam', dict(kind='mlp')), ('GPT, 32 names', dict(kind='gpt', batch=32))):
+        job, kind = prepare(**typed), typed['kind']
+        if kind == 'gpt':               # a part of the data, for short turns
+            job.examples['train'] = m.gpt_examples(
+                job.config, job.parts['train'][:1600], job.state['vocabulary'])
+        epoch = len(job.examples['train'][1]) // job.config['batch']
+        ready = list(islice(train.batches(job.config, job.examples['train'], 0), epoch))
+        steps = ours(job, pool, ready)
+        turns[key, 'bare'] = turn(lambda steps=steps: next(steps), whole=epoch)
+        # the first step is not timed, so this is one epoch, and the beginning of a second
+        turns[key, 'loop'] = lambda job=job, epoch=epoch: 1 / train_quietly(job, epoch + 1, pool)[0]
+    times = race(turns, max(1, rounds // 4))
+    table(kept, 'The loop of training around the step',
+          ['', 'µs a bare step', 'µs a step in the loop', '% on top'],
+          [[key, 1e6 * times[key, 'bare'], 1e6 * times[key, 'loop'],
+            100 * (times[key, 'loop'] / times[key, 'bare'] - 1)]
+           for key in dict.fromkeys(key for key, _ in turns)])
+
+
+def sample(kept, rounds, pool):
+    """Names sampled, and evaluation, with models that have learnt how long names are."""
+    turns, sizes = {}, {}
+    for kind, steps in dict(mlp=4000, gpt=400).items():
+        job = prepare(kind)
+        best = m.usable(train_quietly(job, steps, pool)[1])
+        rng = np.random.default_rng(0)
+        sizes[kind] = len(job.parts['dev']), len(''.join(job.parts['dev'])) + len(job.parts['dev'])
+        turns[kind, 'names'] = turn(lambda best=best, rng=rng: m.generate(best, 1000, rng))
+        turns[kind, 'dev'] = turn(lambda best=best, job=job: train.evaluate(
+            best, job.examples['dev'], pool))
+    times = race(turns, max(1, rounds // 4))
+    table(kept, 'Sampling, 1,000 names at once, and evaluating',
+          ['', 'names a second', 's for 10,000', 'ms to evaluate dev', 'characters a second'],
+          [[kind, 1000 / times[kind, 'names'], 10 * times[kind, 'names'],
+            1e3 * times[kind, 'dev'], sizes[kind][1] / times[kind, 'dev']] for kind in sizes])
+
+
+# What children run. A process counts the memory of the one that started it as its own peak, so
+# the one that measures is started by a small one, which reports on it.
+IMPORTS = '''
+import time
+begin = time.time()
+import model, backward, train, sample
+print(time.time() - begin)
+'''
+FIRST_STEP = '''
+import os, sys, time
+import train
+def first(*args, step=train.train_step):
+    step(*args)
+    print(time.time() - float(sys.argv[1]), flush=True)
+    os._exit(0)
+train.train_step = first
+train.main(sys.argv[2:])
+'''
+PEAK = '''
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+'''
+
+
+def child(cache, code, *argv):
+    """The number that a Python program prints, its kernels kept in the folder `cache`."""
+    done = subprocess.run([sys.executable, '-c', code, *argv], check=True, capture_output=True,
+                          text=True, env={**os.environ, 'NUMBA_CACHE_DIR': str(cache),
+                                          'PYTHONPATH': str(ROOT)})
+    return float(done.stdout)
+
+
+def peak_memory(cache, *argv):
+    """The most memory in MB that train.py takes, from beginning to end."""
+    unit = 2**20 if sys.platform == 'darwin' else 2**10
+    with tempfile.TemporaryDirectory() as folder:
+        return child(cache, PEAK, sys.executable, str(ROOT / 'train.py'), '--out',
+                     os.path.join(folder, 'model.npz'), *argv) / unit
+
+
+def start(kept, rounds, pool):
+    """From the start of a process to its first step, imports, and memory."""
+    def first_step(cache, kind):
+        return child(cache, FIRST_STEP, str(time.time()), '--model', kind, '--out',
+                     os.path.join(cache, 'model.npz'))
+
+    def cold(kind):
+        with tempfile.TemporaryDirectory() as empty:
+            return first_step(empty, kind)
+
+    with tempfile.TemporaryDirectory() as cache:
+        turns = {}
+        for kind in m.CHOICES:
+            first_step(cache, kind)     # fills it
+            turns[kind, 'cold'] = lambda kind=kind: cold(kind)
+            turns[kind, 'warm'] = lambda kind=kind: first_step(cache, kind)
+            turns[kind, 'peak'] = lambda kind=kind: peak_memory(
+                cache, '--model', kind, '--steps', '100')
+        turns['import'] = lambda: child(cache, IMPORTS)
+        times = race(turns, min(2, rounds))
+    table(kept, 'Seconds from the start of the process to its first step; importing all four '
+          'modules; most memory of a run of 100 steps',
+          ['', 'kernels to compile', 'kernels kept', 'imports', 'MB'],
+          [[kind, times[kind, 'cold'], times[kind, 'warm'], times['import'], times[kind, 'peak']]
+           for kind in m.CHOICES])
+
+
+# ---- Scaling
+
+def grow(kept, rounds, pool, title, kind, settings):
+    """A table of the cost of a step against the settings {label: what is typed}."""
+    jobs = {label: prepare(kind, **typed) for label, typed in settings.items()}
+    times = race({label: next_of(ours(job, pool), kind) for label, job in jobs.items()}, rounds)
+    first = next(iter(jobs))
+    table(kept, title,
+          ['', 'µs a step', 'against the first', 'characters a step', 'µs a character'],
+          [[label, 1e6 * times[label], times[label] / times[first], f'{job.rows:.0f}',
+            1e6 * times[label] / job.rows] for label, job in jobs.items()])
+
+
+def write_lines(path, count, length=None):
+    """A file of lines, each of some names that are joined, and cut if a length is given."""
+    names, rng = m.read_lines(m.data_path({'data': ''}))[0][:-1], random.Random(1)
+    joined = 2 if length is None else length // 2 + 1      # no name is shorter than 2
+    path.write_text(''.join(f"{''.join(rng.choices(names, k=joined))[:length]}\n"
+                            for _ in range(count)))
+    return str(path)
+
+
+def scaling(kept, rounds, pool):
+    """How the cost grows with everything."""
+    doubling = [2**k for k in range(10)]
+    sizes = [('batch', doubling[3:], 'mlp', 'characters'), ('batch', doubling[3:], 'gpt', 'names'),
+             ('hidden', doubling[5:9], 'mlp', 'hidden units'), ('embd', doubling[5:9], 'gpt', ''),
+             ('layers', doubling[:4], 'gpt', ''), ('context', doubling[:5], 'mlp', 'characters'),
+             ('threads', sorted({1, CORES}), 'gpt', '')]
+    for name, values, kind, unit in sizes:
+        grow(kept, rounds, pool, f'{kind.upper()}: a step against --{name}'
+             + (f' ({unit})' if unit else ''), kind, {value: {name: value} for value in values})
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        grow(kept, rounds, pool, 'GPT: a step against the length of the words', 'gpt',
+             {n: dict(data=write_lines(folder / f'{n}.txt', 2000, n)) for n in doubling[2:7]})
+        rows = []
+        for count in 1000, 6000, 32000, 206000:
+            path = write_lines(folder / f'{count}.txt', count)
+            load = turn(lambda path=path: prepare('mlp', data=path))
+            peaks = [race({kind: lambda path=path, kind=kind: peak_memory(
+                folder, '--model', kind, '--data', path, '--steps', '100')}, 1)[kind]
+                for kind in m.CHOICES]
+            rows.append([f'{count:,}', f'{os.path.getsize(path) / 1e6:.2f}',
+                         race(dict(load=load), 3)['load'], *peaks])
+    table(kept, 'Against the data: loading it, and most memory of a run of 100 steps',
+          ['lines', 'MB on disk', 's to load', 'MB, MLP', 'MB, GPT'], rows)
+
+
+# ---- The command line
+
+def machine():
+    """What all of this ran on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, IndexError):
+        name = Path('/proc/cpuinfo').read_text().split('model name\t: ')[1].split('\n')[0]
+    blas = np.show_config(mode='dicts')['Build Dependencies']['blas']
+    kernel = ''
+    with contextlib.suppress(ImportError):
+        from threadpoolctl import threadpool_info
+        kernel = ' '.join(sorted({part['architecture'] for part in threadpool_info()
+                                  if part.get('internal_api') == 'openblas'}))
+    return (f'{name}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy '
+            f"{np.__version__} with {blas['name']} {blas['version']} {kernel}, Numba "
+            f"{numba.__version__}, PyTorch {torch.__version__ if torch else 'not installed'}")
+
+
+SECTIONS = dict(mlp=mlp, gpt=gpt, loop=loop, sample=sample, start=start)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser('bench.py', description=__doc__)
+    parser.add_argument('--rounds', type=int, default=30, help='the more the surer (30)')
+    parser.add_argument('--only', choices=SECTIONS, help='one part of it')
+    parser.add_argument('--scaling', action='store_true', help='instead: what the cost grows with')
+    parser.add_argument('--json', metavar='FILE', help='keep the figures of all rounds')
+    args = parser.parse_args(argv)
+    chosen = [scaling] if args.scaling else [SECTIONS[args.only]] if args.only else \
+        SECTIONS.values()
+    kept, about = [], machine()
+    print(about)
+    with ThreadPoolExecutor(CORES) as pool:
+        for section in chosen:
+            section(kept, args.rounds, pool)
+    if args.json:
+        Path(args.json).write_text(json.dumps(
+            dict(machine=about, rounds=args.rounds, tables=kept), indent=1,
+            default=np.ndarray.tolist, ensure_ascii=False))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,57 @@
+import ast
+
+import pytest
+from mutate import ROOT, mutants
+
+SOURCE = '''
+def helper(x):
+    return x + 1
+
+def layer_backward(dy, x, n, dx, dC):
+    """dy - 1."""
+    dz = -dy.sum(0, keepdims=True) / (n - 1)    # (1, H)
+    dx[:] = dz @ x.T
+    for i in range(n):
+        dx[i] += x[i]**2 if n > 0 else 0
+    np.add.at(dC, x, dy)
+'''
+
+
+def changes():
+    return {(mutant.before, mutant.after) for mutant in mutants(SOURCE)}
+
+
+@pytest.mark.parametrize('before, after', [
+    ('dz = -dy.sum(0, keepdims=True) / (n - 1)', 'dz = -dy.sum(1, keepdims=True) / (n - 1)'),
+    ('dz = -dy.sum(0, keepdims=True) / (n - 1)', 'dz = -dy.sum(0, keepdims=False) / (n - 1)'),
+    ('dz = -dy.sum(0, keepdims=True) / (n - 1)', 'dz = -dy.sum(0, keepdims=True) / ((n))'),
+    ('dz = -dy.sum(0, keepdims=True) / (n - 1)',
+     'dz = (dy.sum(0, keepdims=True)) / (n - 1)'),
+    ('dx[:] = dz @ x.T', 'dx[:] = dz @ x'),
+    ('dx[:] = dz @ x.T', 'dx[:] = ((x.T) @ (dz))'),
+    ('dx[:] = dz @ x.T', 'dx[:] += dz @ x.T'),
+    ('dx[:] = dz @ x.T', 'pass'),
+    ('for i in range(n):', 'for i in range(1, n):'),
+    ('dx[i] += x[i]**2 if n > 0 else 0', 'dx[i] = x[i] ** 2 if n > 0 else 0'),
+    ('dx[i] += x[i]**2 if n > 0 else 0', 'dx[i] -= x[i] ** 2 if n > 0 else 0'),
+    ('dx[i] += x[i]**2 if n > 0 else 0', 'dx[i] += x[(i - 1)]**2 if n > 0 else 0'),
+    ('dx[i] += x[i]**2 if n > 0 else 0', 'dx[i] += x[i]**3 if n > 0 else 0'),
+    ('dx[i] += x[i]**2 if n > 0 else 0', 'dx[i] += x[i]**2 if (n >= 0) else 0'),
+    ('np.add.at(dC, x, dy)', 'dC[x] += dy')])
+def test_a_small_mistake_of_each_kind_is_made(before, after):
+    assert (before, after) in changes()
+
+
+def test_mutants_are_of_backward_functions_and_no_docstring_only():
+    assert all(mutant.function == 'layer_backward' and mutant.line > 6 for mutant in mutants(SOURCE))
+
+
+def test_at_least_150_mutants_of_every_backward_function_all_programs_and_all_different():
+    source = (ROOT / 'backward.py').read_text()
+    found = list(mutants(source))
+    assert len({mutant.source for mutant in found} - {source}) == len(found) >= 150
+    for mutant in found:
+        ast.parse(mutant.source[mutant.source.index(f'def {mutant.function}('):].split('\n\n\n')[0])
+    assert {mutant.function for mutant in found} == {
+        node.name for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith('_backward')}
