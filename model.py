@@ -853,7 +853,7 @@ def load(path):
                 p={name: take(f'{kind}.{name}', shape) for name, shape in shapes.items()},
                 statistics={name: take(f'{kind}.{name}', shape)
                             for name, shape in zip(('bnmean', 'bnvar'), hidden)})
-            expect((state[kind]['statistics'].get('bnvar', 0) >= 0).all(), 'a variance is negative')
+            expect(np.all(state[kind]['statistics'].get('bnvar', 0) >= 0), 'a variance is negative')
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError,
             RecursionError, argparse.ArgumentTypeError) as error:
         expect(False, f'{type(error).__name__} {error}')

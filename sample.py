@@ -125,8 +125,9 @@ def main(argv=None):
     model = m.usable(state)
     known = read_data(config)
     dev = {step: dev for step, _, dev in state['history']}.get(state['best_step'])
-    print(f"{path}: {config['model']}, step {state['best_step'] if dev else state['step']}, "
-          + (f'dev loss {dev:.4f}' if dev else 'not evaluated yet'), file=sys.stderr)
+    step = state['step'] if dev is None else state['best_step']
+    print(f"{path}: {config['model']}, step {step}, "
+          + ('not evaluated yet' if dev is None else f'dev loss {dev:.4f}'), file=sys.stderr)
     if args.score:
         print_scores(model, args.score, args.json)
         return

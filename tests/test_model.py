@@ -171,29 +171,28 @@ def test_first_loss_is_far_higher_with_naive_values(hidden, loss, tolerance):
     assert abs(np.mean([first_loss(config, seed) for seed in range(10)]) - loss) <= tolerance
 
 
-@pytest.mark.parametrize('kind', ['mlp', 'gpt'])
-def test_first_values_are_normal_with_the_spread_of_kaiming(kind):
-    config = default_config(kind, context=16)
-    p = m.views(m.PARAMETERS[kind](config), m.make_parameters(config, rng(1), np.float64))
-    if kind == 'mlp':
-        spread = dict(C=1, W1=5/3 / np.sqrt(160), W2=0.2 / np.sqrt(64))
-        zero, one = ['b1', 'bnbias', 'b2'], ['bngain']
-    else:
-        fan_in = 1 / np.sqrt(64)
-        spread = dict(Wqkv=fan_in, Wo=fan_in / np.sqrt(8), Wup=fan_in,
-                      Wdown=1 / np.sqrt(256) / np.sqrt(8))
-        zero, one = [], ['gain']
-    for name, value in spread.items():
-        assert p[name].std() == pytest.approx(value, rel=0.15), name
-    assert all((p[name] == 0).all() for name in zero)
-    assert all((p[name] == 1).all() for name in one)
+def first_values(config):
+    flat = m.make_parameters(config, rng(1), np.float64)
+    return m.views(m.PARAMETERS[config['model']](config), flat)
+
+
+@pytest.mark.parametrize('kind, choices', [
+    ('mlp', dict(embd=10, hidden=64)), ('gpt', dict(embd=32, layers=2, context=16))])
+def test_first_values_spread_as_one_over_the_root_of_the_inputs(kind, choices):
+    """Kaiming's rule: with four times the width, half the spread. Biases are 0 and gains 1."""
+    wide = {**choices, **{name: 4 * choices[name] for name in ('embd', 'hidden') if name in choices}}
+    narrow, wide = (first_values(default_config(kind, **sizes)) for sizes in (choices, wide))
+    for name in narrow.keys() - {'C', 'P'}:
+        if name[0] == 'W':
+            assert wide[name].std() / narrow[name].std() == pytest.approx(1 / 2, rel=0.06), name
+            assert abs(narrow[name].mean()) < 0.1 * narrow[name].std(), name
+        else:
+            assert (narrow[name] == (1 if name in ('gain', 'bngain') else 0)).all(), name
 
 
 @pytest.mark.parametrize('kind', ['mlp', 'gpt'])
 def test_first_values_of_naive_are_all_of_spread_one_but_the_gains(kind):
-    config = default_config(kind, context=16, init='naive')
-    p = m.views(m.PARAMETERS[kind](config), m.make_parameters(config, rng(1), np.float64))
-    for name, w in p.items():
+    for name, w in first_values(default_config(kind, context=16, init='naive')).items():
         if name in ('gain', 'bngain'):
             assert (w == 1).all()
         else:
@@ -421,7 +420,7 @@ def test_batchnorm_of_all_examples_at_once_is_that_by_their_statistics():
     assert m.predict(model, batch)[0] == pytest.approx(run(config, p, batch).loss(), rel=1e-12)
 
 
-def random_model(kind, **choices):
+def random_model(kind):
     config = gpt_config('rmsnorm', 'gelu', 2, 4) if kind == 'gpt' else mlp_config(True, 'tanh')
     p, flat = random_parameters(config, rng(3))
     statistics = {}

@@ -292,7 +292,7 @@ def test_fewer_unique_names_than_wanted_is_a_sentence_and_no_error(trained, run,
     assert result.status == 0 and result.out.count("\n") == 1
     first, last = result.err.splitlines()
     assert "only 1 " in last
-    result = run(sample, f"out/{kind}.npz", "--unique", "-n", 1000, "--max-len", 1)
+    result = run(sample, f"out/{kind}.npz", "--unique", "-n", 100, "--max-len", 1)
     assert sorted(result.out.split()) == ALPHABET
     assert f"only {len(ALPHABET)} " in result.err.splitlines()[-1]
 

@@ -540,7 +540,7 @@ def test_interrupted_anywhere_and_resumed_is_bit_for_bit_the_run_in_one(
     assert whole.status == 0
     expected = Path("x.npz").read_bytes()
     real = train.train_step
-    for stops in [[1], [2], [3], [4], [5], [6], [7], [1, 2, 3, 4], [2, 3]]:
+    for stops in [[1], [3], [5], [7], [1, 2, 3, 4]] if every else [[2], [7]]:
         os.remove("x.npz")
         reports = []
         for i, stop in enumerate([*stops, None]):
