@@ -371,7 +371,9 @@ ACTIVATIONS = dict(tanh=tanh, sigmoid=sigmoid, relu=relu, leaky_relu=leaky_relu,
 @kernel
 def softmax(z, probs):
     """e^z over the sum of e^z, of one row; returns the logarithm of that sum. Source: A.3."""
-    largest = z.max()                                      # subtracted, so that exp stays finite
+    largest = z[0]
+    for j in range(1, len(z)):
+        largest = max(largest, z[j])                       # subtracted, so that exp stays finite
     total = z.dtype.type(0)
     for j in range(len(z)):
         probs[j] = exp(z[j] - largest)
@@ -649,28 +651,26 @@ FORWARD = dict(mlp=mlp, gpt=gpt)
 def make_parameters(config, rng, dtype=np.float32):
     """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
 
-    Kaiming's rule: a spread of gain / sqrt(inputs) keeps the size of what flows through. The last
-    layer starts small, so that the first loss is ln(V): every character is as likely as another.
+    Kaiming's rule: a spread of gain / sqrt(inputs) keeps the size of what flows through. The MLP's
+    last layer starts small: all characters are about as likely, and the first loss is ln(V). The
+    GPT's branches do: at first its tied head looks at little but the character just read.
     """
     shapes = PARAMETERS[config['model']](config)
     flat = np.empty(sum(map(prod, shapes.values())), dtype)
-    gain = 5/3 if config['act'] == 'tanh' else sqrt(2)
-    if config['model'] == 'mlp':
-        spread = dict(C=1, W1=gain, W2=0.2)
+    T, E, H = (config.get(size) for size in ('context', 'embd', 'hidden'))
+    if config['init'] == 'naive':
+        spread = dict.fromkeys(shapes, 1)
+    elif config['model'] == 'mlp':
+        gain = 5/3 if config['act'] == 'tanh' else sqrt(2)
+        spread = dict(C=0.1, W1=gain / sqrt(T*E), W2=0.2 / sqrt(H))
     else:
-        ends = 1 / sqrt(2*config['layers'])                # 2L branches add up to one stream
-        spread = dict(C=0.05 * sqrt(config['vocabulary']), P=0.05 * sqrt(config['context']),
-                      Wqkv=1, Wo=ends, Wup=1, Wdown=ends)
+        spread = dict(C=0.1, P=0.1, Wqkv=1 / sqrt(E), Wo=0.03 / sqrt(E), Wup=1 / sqrt(E),
+                      Wdown=0.03 / sqrt(4*E))
     for name, w in views(shapes, flat).items():
         if name in ('gain', 'bngain'):
             w[:] = 1
-        elif config['init'] == 'naive':
-            w[:] = rng.standard_normal(w.shape)
-        elif name in spread:
-            inputs = 1 if name == 'C' and config['model'] == 'mlp' else w.shape[-2]
-            w[:] = spread[name] / sqrt(inputs) * rng.standard_normal(w.shape)
-        else:
-            w[:] = 0
+        else:                           # biases start at zero
+            w[:] = spread.get(name, 0) * rng.standard_normal(w.shape)
     return flat
 
 

@@ -11,8 +11,8 @@ statement is taken. Left out is only what Python itself refuses: the first defin
 name is not deleted and not turned into +=. Some mutants are programs as right as the original.
 They are tried and count like all others.
 
-A mutant is killed if a test fails, crashes or runs for two minutes. The tests run in a copy of the
-project: once as it is, which compiles the kernels of model.py, and then for each mutant in a fork
+A mutant is killed if a test fails, or crashes, or if all take ten times as long as they should (in
+processor time, so that a busy machine kills nothing). The tests run in a copy of the project: once as it is, which compiles the kernels of model.py, and then for each mutant in a fork
 of this process whose module backward is executed anew. The kernels of backward.py are plain Python
 throughout: nothing is compiled for a mutant, and an index out of bounds is an IndexError.
 """
@@ -20,6 +20,7 @@ import argparse
 import ast
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -32,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = 'tests/test_backward.py', 'tests/test_model.py'
 REQUIRED = 0.97
 AT_ONCE = 2
-SECONDS = 120
 
 # Survivors that were looked into: 'before -> after' and why no test can kill it.
 EXPLAINED = {}
@@ -227,8 +227,11 @@ class Mutation:
         self.failed = [item.nodeid for item, following in in_order(session.items)
                        if not passes(item, following)]
         if not self.failed:
-            for mutant in survivors(self.mutants, session.items):
+            seconds = int(10 + 10 * time.process_time())
+            for mutant in survivors(self.mutants, session.items, seconds):
                 self.survivors.append(mutant)
+                reason = EXPLAINED.get(f'{mutant.before} -> {mutant.after}', 'NOT EXPLAINED')
+                print(mutant, reason, sep='\n    ', file=sys.__stdout__, flush=True)
         return True
 
 
@@ -241,13 +244,14 @@ def passes(item, following):
     return not any(report.failed for report in runtestprotocol(item, False, following))
 
 
-def start(mutant, items):
+def start(mutant, items, seconds):
     """Try a mutant in a fork, by the tests with the name of its function first; returns its id."""
     child = os.fork()
     if child:
         return child
     killed = True
     try:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         exec(compile(mutant.source, 'backward.py', 'exec'), sys.modules['backward'].__dict__)
         stem = mutant.function.removesuffix('_backward')
         stem = 'column' if stem == 'mlp_steps' else stem
@@ -257,26 +261,20 @@ def start(mutant, items):
         os._exit(killed)
 
 
-def survivors(mutants, items):
+def survivors(mutants, items, seconds):
     """Try all mutants, AT_ONCE of them at a time; yields those that no test kills."""
     waiting, running = list(mutants), {}
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 mutant = waiting.pop(0)
-                running[start(mutant, items)] = mutant, time.monotonic()
-            time.sleep(0.01)
-            for child, (mutant, begun) in list(running.items()):
-                if time.monotonic() - begun > SECONDS:
-                    os.kill(child, signal.SIGKILL)
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    del running[child]
-                    if sys.stderr.isatty():
-                        left = len(waiting) + len(running)
-                        print(f'\r{left} left ', end='', file=sys.stderr, flush=True)
-                    if status == 0:
-                        yield mutant
+                running[start(mutant, items, seconds)] = mutant
+            child, status = os.wait()
+            mutant = running.pop(child)
+            if sys.stderr.isatty():
+                print(f'\r{len(waiting) + len(running)} left ', end='', file=sys.stderr, flush=True)
+            if status == 0:
+                yield mutant
     finally:
         for child in running:
             os.kill(child, signal.SIGKILL)
@@ -302,7 +300,7 @@ def try_mutants(found, tests):
         model.kernel = lambda function: function
         import pytest
         with open(os.devnull, 'w') as nothing, contextlib.redirect_stdout(nothing):
-            pytest.main(['-q', '-p', 'no:cacheprovider', '--capture=sys', *tests],
+            pytest.main(['-q', '-p', 'no:cacheprovider', '--capture=sys', '--tb=native', *tests],
                         plugins=[mutation])
         os.chdir(ROOT)
     return mutation.failed, mutation.survivors
@@ -323,9 +321,6 @@ def main():
     if failed != []:
         print('without any mutant these fail:', *failed or ['the tests did not run'], sep='\n    ')
         return 1
-    for mutant in survived:
-        reason = EXPLAINED.get(f'{mutant.before} -> {mutant.after}', 'NOT EXPLAINED')
-        print(mutant, reason, sep='\n    ')
     killed = len(found) - len(survived)
     print(f'{len(found)} mutants, {killed} killed ({killed / max(len(found), 1):.1%}), '
           f'{len(survived)} survived')

@@ -180,8 +180,9 @@ def first_values(config):
     ('mlp', dict(embd=10, hidden=64)), ('gpt', dict(embd=32, layers=2, context=16))])
 def test_first_values_spread_as_one_over_the_root_of_the_inputs(kind, choices):
     """Kaiming's rule: with four times the width, half the spread. Biases are 0 and gains 1."""
-    wide = {**choices, **{name: 4 * choices[name] for name in ('embd', 'hidden') if name in choices}}
-    narrow, wide = (first_values(default_config(kind, **sizes)) for sizes in (choices, wide))
+    wider = {name: 4 * choices[name] for name in ('embd', 'hidden') if name in choices}
+    narrow = first_values(default_config(kind, **choices))
+    wide = first_values(default_config(kind, **{**choices, **wider}))
     for name in narrow.keys() - {'C', 'P'}:
         if name[0] == 'W':
             assert wide[name].std() / narrow[name].std() == pytest.approx(1 / 2, rel=0.06), name
