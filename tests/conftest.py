@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import model
-import sample
 import train
 
 ROOT = Path(__file__).parent.parent

@@ -3,7 +3,7 @@
     python tests/mutate.py                 try every mutant; exit status 1 if under 97 % are killed
     python tests/mutate.py --list          print the mutants and try none
     python tests/mutate.py --only TEXT     only those with TEXT in their line of the list
-    python tests/mutate.py --tests FILE…   by other tests than tests/test_backward.py, test_model.py
+    python tests/mutate.py --tests FILE    by other tests than tests/test_backward.py, test_model.py
 
 A mutant is backward.py with one small mistake, put at a place that the syntax tree gives: of every
 function X_backward every sum, product, sign, constant, index, axis, loop bound, comparison and
@@ -11,10 +11,11 @@ statement is taken. Left out is only what Python itself refuses: the first defin
 name is not deleted and not turned into +=. Some mutants are programs as right as the original.
 They are tried and count like all others.
 
-A mutant is killed if a test fails, or crashes, or if all take ten times as long as they should (in
-processor time, so that a busy machine kills nothing). The tests run in a copy of the project: once as it is, which compiles the kernels of model.py, and then for each mutant in a fork
-of this process whose module backward is executed anew. The kernels of backward.py are plain Python
-throughout: nothing is compiled for a mutant, and an index out of bounds is an IndexError.
+A mutant is killed if a test fails or crashes, or if all of them take ten times the processor time
+that they should. The tests run in a copy of the project: once as it is, which compiles the kernels
+of model.py, and then for each mutant in a fork of this process whose module backward is executed
+anew. The kernels of backward.py are plain Python throughout: nothing is compiled for a mutant, and
+an index out of bounds is an IndexError.
 """
 import argparse
 import ast

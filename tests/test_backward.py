@@ -20,7 +20,6 @@ INTERMEDIATES = (
     'hpreact', 'h', 'logits', 'logit_maxes', 'norm_logits', 'counts', 'counts_sum',
     'counts_sum_inv', 'probs', 'logprobs')
 ZERO_BY_NATURE = 'logit_maxes', 'b1'
-SMOOTH = 'tanh', 'sigmoid', 'silu', 'gelu'
 
 
 def rng(*seed):
@@ -197,6 +196,10 @@ def gpt_inputs(norm, act, layers, heads, dropout):
 
 COMBINATIONS = list(itertools.product(NORMS, ACTIVATIONS, [1, 2], [1, 4], [False, True]))
 
+# Among thousands of steps some carry a rectifier over its corner, where a central difference is
+# wrong and a complex step is not: so all elements are tried by the one or by the other.
+SMOOTH = [combination for combination in COMBINATIONS if 'relu' not in combination[1]]
+
 
 @pytest.mark.parametrize('norm, act, layers, heads, dropout', COMBINATIONS)
 def test_gpt_gradients_by_central_differences_of_sampled_elements(
@@ -215,7 +218,7 @@ def test_gpt_gradients_by_central_differences_of_sampled_elements(
 
 @pytest.mark.parametrize('norm, act, layers, heads, dropout', [
     ('rmsnorm', 'gelu', 2, 4, True), ('layernorm', 'silu', 1, 1, False),
-    *(pytest.param(*combination, marks=pytest.mark.slow) for combination in COMBINATIONS)])
+    *(pytest.param(*combination, marks=pytest.mark.slow) for combination in SMOOTH)])
 def test_gpt_gradients_by_central_differences_of_all_elements(norm, act, layers, heads, dropout):
     config, p, batch, masks = gpt_inputs(norm, act, layers, heads, dropout)
     model = run(config, p, batch, masks)
@@ -243,11 +246,10 @@ def test_gpt_gradients_by_complex_step_through_plain_numpy(norm, act):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layers', [1, 2])
-@pytest.mark.parametrize('norm', NORMS)
-@pytest.mark.parametrize('act', ACTIVATIONS)
-def test_gpt_gradients_by_complex_step_of_all_elements(norm, act, layers):
-    check_gpt_by_complex_step(norm, act, layers, 4, True, None)
+@pytest.mark.parametrize('norm, act, layers, heads, dropout', [
+    combination for combination in COMBINATIONS if combination not in SMOOTH])
+def test_gpt_gradients_by_complex_step_of_all_elements(norm, act, layers, heads, dropout):
+    check_gpt_by_complex_step(norm, act, layers, heads, dropout, None)
 
 
 @pytest.mark.parametrize('words', [['d'], ['bagga'], ['d', 'a', 'd'], ['bagga', 'bagga']])

@@ -69,9 +69,9 @@ def test_exotic_separators_are_ordinary_characters(learn, separator):
 
 @both_models
 def test_anything_printable_is_data(learn, run, kind):
-    words = ["an na", "a.n.", "a--", "-a", "<s>", "%s", "%", "{0}", "\\n", "'\"", "$(a)", "#a", "a,",
-             ";", "0", "é", "ß", "李", "🙂", "𝔸", "\u200b", "\u00a0", "\x7f", "\x1b[31m", "\ufffd",
-             "a\ufeff"]
+    words = ["an na", "a.n.", "a--", "-a", "<s>", "%s", "%", "{0}", "\\n", "'\"", "$(a)", "#a",
+             "a,", ";", "0", "é", "ß", "李", "🙂", "𝔸", "\u200b", "\u00a0", "\x7f", "\x1b[31m",
+             "\ufffd", "a\ufeff"]
     write_words(words)
     result = learn(kind, "--steps", 2)
     assert result.status == 0 and "26 lines, 26 words used, 26 distinct, " in result.err

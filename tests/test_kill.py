@@ -27,7 +27,7 @@ def test_killed_25_times_at_any_moment_a_run_loads_and_goes_on_bit_for_bit(
     write_words(NAMES)
     plan = [*SIZES[kind], "--data", "w.txt", "--steps", "1000000", "--eval-every", "3"]
     dice, known = random.Random(kind), 0
-    for kill in range(25):
+    for _ in range(25):
         again = ["--resume"] if known else []
         with process("train", *plan, *again, "--out", "x.npz") as started:
             if dice.random() < 0.8:                     # else anywhere, the start included
@@ -63,14 +63,16 @@ def test_killed_while_it_moves_an_older_run_aside_no_run_is_lost(here):
     dice, known = random.Random(1), set()
     for kill in range(15):
         with process("train", *plan, "--seed", str(kill)) as started:
-            assert started.stderr.readline().startswith(b"w.txt: ")
-            time.sleep(dice.uniform(0, 0.05))
+            for line in started.stderr:
+                if line.startswith((b"what stood", b"step ") if kill % 2 else b"w.txt: "):
+                    break
+            time.sleep(dice.uniform(0, 0.01 if kill % 2 else 0.3))
             started.kill()
             started.stderr.read()
         seeds = {model.load(str(path))["config"]["seed"] for path in Path("out").glob("*.npz")}
         assert known <= seeds <= set(range(kill + 1))
         known = seeds
-    assert 3 < len(known)
+    assert len(known) >= 7
 
 
 # ---- Fuzzing of the loader: success or one sentence
@@ -87,8 +89,9 @@ ENTRIES = st.sampled_from([
     "model", "context", "embd", "hidden", "layers", "heads", "act", "norm", "batchnorm", "init",
     "data", "sha256", "max_len", "steps", "batch", "lr", "seed", "optimizer", "weight_decay",
     "eval_every", "backward", "dropout", "threads", "longest", "vocabulary", "foreign"])
-DTYPES = st.sampled_from(["f2", "f4", "f8", ">f4", "i1", "i8", "u1", "u8", "c8", "?", "U9", "S5", "O",
-                          "M8[s]", "m8[D]", "f4,i4"])
+DTYPES = st.sampled_from([
+    "f2", "f4", "f8", ">f4", "i1", "i8", "u1", "u8", "c8", "?", "U9", "S5", "O", "M8[s]", "m8[D]",
+    "f4,i4"])
 
 
 class File(bytes):
@@ -140,7 +143,8 @@ def edited(draw, base):
                     changed.flat[draw(st.integers(0, changed.size - 1))] = value
             stored[name] = changed
         elif what == "name":
-            stored[draw(st.sampled_from(["foreign", "moments", "best.P", "latest.C", "a/b"]))] = array
+            other = draw(st.sampled_from(["foreign", "moments", "best.P", "latest.C", "a/b"]))
+            stored[other] = array
         elif what.startswith("config") and not any(edit[1] == "config" for edit in how):
             text = str(base["config"])
             if what == "config text":

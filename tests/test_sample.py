@@ -173,11 +173,13 @@ def test_a_higher_temperature_is_wilder(names, kind):
     (["--temperature", "-1"], "--temperature"), (["--temperature", "nan"], "--temperature"),
     (["--temperature", "inf"], "--temperature"), (["--temperature=-inf"], "--temperature"),
     (["--temperature", "hot"], "--temperature"), (["--temperature", ""], "--temperature"),
-    (["--top-k", "-1"], "--top-k"), (["--top-k", "1.5"], "--top-k"), (["--top-k", "all"], "--top-k"),
-    (["--top-p", "-0.1"], "--top-p"), (["--top-p", "nan"], "--top-p"), (["--top-p", "inf"], "--top-p"),
+    (["--top-k", "-1"], "--top-k"), (["--top-k", "1.5"], "--top-k"),
+    (["--top-k", "all"], "--top-k"), (["--top-p", "-0.1"], "--top-p"),
+    (["--top-p", "nan"], "--top-p"), (["--top-p", "inf"], "--top-p"),
     (["--top-p", "some"], "--top-p"), (["-n", "-1"], "-n"), (["-n", "few"], "-n"),
-    (["--seed", "-1"], "--seed"), (["--max-len", "0"], "--max-len"), (["--max-len", "x"], "--max-len"),
-    (["--frobnicate"], "--frobnicate"), (["--score"], "--score"), (["out/mlp.npz", "b.npz"], "b.npz")])
+    (["--seed", "-1"], "--seed"), (["--max-len", "0"], "--max-len"),
+    (["--max-len", "x"], "--max-len"), (["--frobnicate"], "--frobnicate"), (["--score"], "--score"),
+    (["out/mlp.npz", "b.npz"], "b.npz")])
 def test_bad_flags_are_named(trained, refused, flags, named):
     assert named in refused(sample, *flags)
 

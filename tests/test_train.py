@@ -17,8 +17,8 @@ import model
 import sample
 import train
 from conftest import (
-    NAMES, ROOT, SIZES, best_of, both_models, call, finish, in_terminal, losses_of, process, split_of,
-    without_times, write_words)
+    NAMES, ROOT, SIZES, best_of, both_models, call, finish, in_terminal, losses_of, process,
+    split_of, without_times, write_words)
 
 all_optimizers = pytest.mark.parametrize("optimizer", ["adam", "momentum", "sgd"])
 
@@ -92,10 +92,11 @@ def test_a_row_moves_without_a_gradient_only_if_it_was_fetched_before(optimizer)
 def test_the_learning_rate_rises_once_then_falls_and_never_exceeds_the_one_typed(steps):
     rates = np.array([train.learning_rate(dict(lr=0.5, steps=steps), s) for s in range(steps)])
     assert (0 < rates).all() and (rates <= 0.5).all()
-    top = rates.argmax()
-    assert (np.diff(rates[:top + 1]) > 0).all() and (np.diff(rates[top:]) < 0).all()
+    falls = np.diff(rates) < 0
+    assert (falls[falls.argmax():] if falls.any() else ~falls).all()
     if steps == 1000:
-        assert top < 60 and rates.max() > 0.49 and rates[-1] < 0.001
+        assert rates[0] < 0.01 and rates.max() == 0.5 and rates[-1] <= 0.001
+        assert (np.diff(rates[:40]) > 0).all()
 
 
 # ---- Batches
@@ -164,7 +165,8 @@ def test_the_number_of_parameters_is_what_the_sizes_say(learn):
     V = len(set("".join(NAMES))) + 1
     assert learn("mlp", "--steps", 0).out.startswith(
         f"{V*4 + 3*4*8 + 8 + 2*8 + 8*V + V} parameters, ")
-    assert learn("mlp", "--steps", 0, "--no-batchnorm", "--context", 5, "--out", "x").out.startswith(
+    plain = learn("mlp", "--steps", 0, "--no-batchnorm", "--context", 5, "--out", "x")
+    assert plain.out.startswith(
         f"{V*4 + 5*4*8 + 8 + 8*V + V} parameters, ")
     assert learn("gpt", "--steps", 0).out.startswith(
         f"{V*8 + 5*8 + 3*8 + 8*24 + 8*8 + 8*32 + 32*8} parameters, ")
@@ -286,7 +288,8 @@ def test_compiling_is_said_once(here, flags):
 # ---- Flags
 
 @pytest.mark.parametrize("flags, named", [
-    (["--steps", "-1"], "--steps"), (["--steps", "1.5"], "--steps"), (["--steps", "many"], "--steps"),
+    (["--steps", "-1"], "--steps"), (["--steps", "1.5"], "--steps"),
+    (["--steps", "many"], "--steps"),
     (["--steps"], "--steps"), (["--batch", "0"], "--batch"), (["--lr", "nan"], "--lr"),
     (["--lr", "inf"], "--lr"), (["--lr", "-1"], "--lr"), (["--lr", "fast"], "--lr"),
     (["--seed", "-1"], "--seed"), (["--context", "-1"], "--context"), (["--embd", "0"], "--embd"),
@@ -295,7 +298,8 @@ def test_compiling_is_said_once(here, flags):
     (["--act", "step"], "--act"), (["--eval-every", "-1"], "--eval-every"),
     (["--max-len", "0"], "--max-len"), (["--model", "rnn"], "--model"),
     (["--weight-decay", "-1"], "--weight-decay"), (["--frobnicate"], "--frobnicate"),
-    (["--heads", "4"], "--heads"), (["--layers", "2"], "--layers"), (["--norm", "rmsnorm"], "--norm"),
+    (["--heads", "4"], "--heads"), (["--layers", "2"], "--layers"),
+    (["--norm", "rmsnorm"], "--norm"),
     (["--dropout", "0.1"], "--dropout"), (["--threads", "2"], "--threads"),
     (["--model", "gpt", "--hidden", "8"], "--hidden"),
     (["--model", "gpt", "--no-batchnorm"], "--no-batchnorm"),
@@ -434,8 +438,8 @@ def test_a_full_disk_is_said_and_the_last_good_file_stays(learn, run, full_disk,
 
 def test_a_gpt_that_diverges_stops_and_keeps_the_last_good_checkpoint(here):
     """In a process of its own: also no warning of NumPy's reaches the user."""
-    write_words(NAMES)
-    flags = ["--model", "gpt", "--data", "w.txt", "--steps", "80", "--eval-every", "20"]
+    write_words((ROOT / "data/names.txt").read_text().split()[::20])
+    flags = ["--model", "gpt", "--data", "w.txt", "--steps", "400", "--eval-every", "20"]
     status, out, err = finish(process("train", *flags, "--lr", "1e3"))
     err = err.decode()
     assert (status, out) == (1, b"")
@@ -667,8 +671,8 @@ def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
     learn("mlp", "--steps", 40, "--lr", 0.01)
     assert run(train, "--resume", "--steps", 100).status == 0
     assert len(rates) == 100
-    assert rates[39] < rates[40] <= 0.01 and (np.diff(rates[40:]) < 0).all()
-    assert 0 < rates[99] < 1e-4
+    assert rates[40:] == [real(dict(lr=0.01, steps=100), step) for step in range(40, 100)]
+    assert rates[39] < 0.001 < 0.005 < rates[40] and rates[99] < 0.001
     state = model.load("out/mlp.npz")
     assert (state["config"]["steps"], state["step"]) == (100, 100)
     assert len(state["history"]) == 10 + 15         # every 4 steps as before, that is kept
@@ -687,7 +691,8 @@ def test_flags_not_typed_are_the_checkpoints(learn, run, signal_after):
 
 
 @pytest.mark.parametrize("kind, flag, value", [
-    ("mlp", "--lr", "0.5"), ("mlp", "--seed", "9"), ("mlp", "--hidden", "9"), ("mlp", "--embd", "5"),
+    ("mlp", "--lr", "0.5"), ("mlp", "--seed", "9"), ("mlp", "--hidden", "9"),
+    ("mlp", "--embd", "5"),
     ("mlp", "--optimizer", "sgd"), ("mlp", "--model", "gpt"), ("mlp", "--batch", "5"),
     ("mlp", "--max-len", "5"), ("mlp", "--init", "naive"), ("mlp", "--act", "relu"),
     ("mlp", "--context", "4"), ("mlp", "--weight-decay", "0.5"), ("mlp", "--backward", "steps"),
@@ -808,7 +813,8 @@ def nan_in(array):
     "config=dict(context=0)", "best__C=a['best.C'].T.copy()", "best__C=a['best.C'][1:]",
     "latest__C=a['latest.C'][..., None]", "best__C=nan_in(a['best.C'])",
     "latest__C=nan_in(a['latest.C'])", "best__C=a['best.C'].astype(str)",
-    "best__C=a['best.C'] + 1j", "best__C=a['best.C'] .astype(float) * 0 + 1e300", "best__C=a['best.C'] > 0",
+    "best__C=a['best.C'] + 1j", "best__C=a['best.C'].astype(float) * 0 + 1e300",
+    "best__C=a['best.C'] > 0",
     "moments=nan_in(a['moments'])", "moments=a['moments'][:, 1:]", "moments=a['moments'].ravel()",
     "moments=a['moments'].astype(complex)", "moments=a['moments'].astype(str)",
     "history=a['history'].astype(str)", "history=a['history'] + 1j", "history=a['history'][0]",
@@ -826,8 +832,8 @@ def test_an_edited_checkpoint_gets_one_sentence(trained, refused, kind, change):
 
 
 @pytest.mark.parametrize("kind, config", [
-    ("mlp", dict(steps="x")), ("mlp", dict(lr=None)), ("mlp", dict(batch=0)), ("mlp", dict(seed=-1)),
-    ("mlp", dict(optimizer="newton")), ("mlp", dict(eval_every=-1)), 
+    ("mlp", dict(steps="x")), ("mlp", dict(lr=None)), ("mlp", dict(batch=0)),
+    ("mlp", dict(seed=-1)), ("mlp", dict(optimizer="newton")), ("mlp", dict(eval_every=-1)),
     ("mlp", dict(steps=59)), ("mlp", dict(optimizer="momentum")), ("gpt", dict(heads=3)),
     ("gpt", dict(threads=0)), ("gpt", dict(dropout=1.5))])
 def test_an_edited_plan_is_not_gone_on_with(trained, refused, kind, config):

@@ -1,0 +1,64 @@
+"""Every command in the README runs, shortened where it is long, and what it promises holds."""
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import model
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+BLOCKS = re.findall(r'```(\w*)\n(.*?)```', README, re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == 'sh' for line in block.splitlines()]
+COMMANDS += re.findall(r'`(python [^`]+)`', README)
+SHORT = {'train.py': '--steps 20', 'bench.py': '--rounds 1 --only mlp', 'mutate.py': '--list'}
+
+
+def shortened(command):
+    """The command with this Python, this folder's programs, and few steps."""
+    program = command.split()[1]
+    if '--steps' not in command:
+        command += ' ' + SHORT.get(Path(program).name, '')
+    command = re.sub(r'--steps \d+', '--steps 20', command)
+    return command.replace('python', shlex.quote(sys.executable), 1).replace(
+        f' {program}', f' {shlex.quote(str(ROOT / program))}', 1)
+
+
+def test_the_way_in_is_two_lines_behind_the_pitch():
+    assert BLOCKS[0] == ('sh', 'pip install -r requirements.txt && python train.py\n'
+                               'pip install -r tests/requirements.txt && python -m pytest\n')
+
+
+def test_every_command_runs_in_the_order_of_the_text(tmp_path):
+    pytest.importorskip('matplotlib', reason='--plot is among the commands')
+    (tmp_path / 'towns.txt').write_text('\n'.join(['Zürich', 'Bern', 'St. Gallen'] * 20))
+    run = [command for command in ['python train.py', *COMMANDS]
+           if 'pip ' not in command and 'pytest' not in command and 'bench' not in command]
+    for command in run:
+        done = subprocess.run(shortened(command), shell=True, cwd=tmp_path, capture_output=True,
+                              text=True, timeout=100)
+        assert done.returncode == 0, (command, done.stderr)
+        assert 'Traceback' not in done.stderr, command
+
+
+def test_the_torch_module_gives_the_same_logits(tmp_path, monkeypatch):
+    torch = pytest.importorskip('torch', reason='the module is written with PyTorch')
+    code, = (block for kind, block in BLOCKS if kind == 'python')
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(shortened('python train.py --model gpt'), shell=True, check=True,
+                   capture_output=True)
+    names = {}
+    exec(code, names)
+    state = model.load('out/gpt.npz')
+    words = ['maria', 'li', 'bartholomew']
+    batch = model.gpt_batch(state['config'], model.gpt_examples(
+        state['config'], words, state['vocabulary']), np.arange(len(words)))
+    ours = model.predict(model.usable(state), batch)[1]['logits']
+    for word, begin in zip(words, np.flatnonzero(batch[2] == batch[3])):
+        ids = torch.tensor(batch[0][begin:begin + len(word) + 1].T)
+        theirs = names['gpt'](ids)[0].detach().numpy()
+        np.testing.assert_allclose(ours[begin:begin + len(word) + 1], theirs, rtol=0, atol=1e-5)
