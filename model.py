@@ -57,6 +57,7 @@ def command(main):
             print(end='', flush=True)
             return status or 0
         except KeyboardInterrupt:
+            print('interrupted', file=sys.stderr)
             return 130
         except (Refusal, MemoryError, OSError) as error:
             if not isinstance(error, BrokenPipeError):     # else the reader has seen enough

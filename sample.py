@@ -85,7 +85,8 @@ def print_scores(model, words, as_json):
         if as_json:
             print(json.dumps(dict(word=word, **numbers), ensure_ascii=False))
         else:
-            print(word, *(f'{number or math.inf:.4f}' for number in numbers.values()), sep='\t')
+            numbers['perplexity'] = perplexity or math.inf
+            print(word, *(f'{number:.4f}' for number in numbers.values()), sep='\t')
 
 
 def print_names(model, args, known):

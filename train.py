@@ -197,17 +197,16 @@ def train_step(run, shares, step):
     """Take a step on a batch, given in shares; returns its loss before the step."""
     config, rooms = run['config'], run['rooms']
     g = rooms[0]['flat_g']                                                      # (size,)
-    if len(shares) == 1:
-        loss = gradient(run, shares[0], step, 0)
-    else:
-        threads = range(len(shares))
-        losses = run['pool'].map(lambda t: gradient(run, shares[t], step, t), threads)
-        rows = np.array([len(share[1]) for share in shares])
-        weights = rows / rows.sum()     # the loss is a mean over rows: a share counts by its rows
-        loss = float(weights @ list(losses))
-        g *= weights[0]
-        for room, weight in zip(rooms[1:], weights[1:]):
-            g += room['flat_g'] * np.float32(weight)
+    others = [run['pool'].submit(gradient, run, share, step, thread)
+              for thread, share in enumerate(shares[1:], 1)]
+    loss = gradient(run, shares[0], step, 0)
+    if others:                          # a mean over all rows: each share counts by its rows
+        losses = [loss, *(other.result() for other in others)]
+        rows = [len(share[1]) for share in shares]
+        loss = np.average(losses, weights=rows)
+        g *= rows[0] / sum(rows)
+        for room, N in zip(rooms[1:], rows[1:]):
+            g += room['flat_g'] * np.float32(N / sum(rows))
     lr = learning_rate(config, step)
     if config['weight_decay']:
         for name, w in run['p'].items():

@@ -3,7 +3,9 @@
     python tests/mutate.py                 try every mutant; exit status 1 if under 97 % are killed
     python tests/mutate.py --list          print the mutants and try none
     python tests/mutate.py --only TEXT     only those with TEXT in their line of the list
-    python tests/mutate.py --tests FILE    by other tests than tests/test_backward.py, test_model.py
+    python tests/mutate.py --tests FILE    by other tests than tests/test_backward.py
+
+It takes some three minutes on two cores.
 
 A mutant is backward.py with one small mistake, put at a place that the syntax tree gives: of every
 function X_backward every sum, product, sign, constant, index, axis, loop bound, comparison and
@@ -31,12 +33,47 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = 'tests/test_backward.py', 'tests/test_model.py'
+TESTS = 'tests/test_backward.py',
 REQUIRED = 0.97
 AT_ONCE = 2
 
 # Survivors that were looked into: 'before -> after' and why no test can kill it.
-EXPLAINED = {}
+SHIFT = 'zero but for rounding: the same shift of a whole row of logits changes no loss'
+PERMUTED = 'the rows are added in another order, beginning with the last'
+SINGLE = 'i - 1 is in another name only where i has a single weight, whose score has no gradient'
+LONGER = 'the slice is longer, and what is longer is not read'
+EXPLAINED = {
+    'dlogprobs[np.arange(n), Y] = -1 / n -> dlogprobs[np.arange(n), Y] += -1 / n':
+        'adds to zeros, once for each row',
+    'dlogits = dnorm_logits.copy() -> dlogits = dnorm_logits':
+        f'what is added to dlogits afterwards is {SHIFT}',
+    'dlogit_maxes = -dnorm_logits.sum(1, keepdims=True) -> '
+    'dlogit_maxes = (dnorm_logits.sum(1, keepdims=True))': SHIFT,
+    "dlogits[np.arange(n), a['logits'].argmax(1)] += dlogit_maxes[:, 0] -> "
+    "dlogits[np.arange(n), a['logits'].argmax(1)] -= dlogit_maxes[:, 0]": SHIFT,
+    "dlogits[np.arange(n), a['logits'].argmax(1)] += dlogit_maxes[:, 0] -> pass": SHIFT,
+    'db[j] += dy[i, j] -> db[j] += dy[(i - 1), j]': PERMUTED,
+    'dbias[j] += dy[i, j] -> dbias[j] += dy[(i - 1), j]': PERMUTED,
+    'dw = dweights[a, pair:pair + seen] -> dw = dweights[(a - 1), pair:pair + seen]':
+        'dweights is room for one row of one head at a time, wherever that is',
+    'v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
+    'v = qkv[first[(i - 1)] + j, 2*E + a*S:2*E + a*S + S]': SINGLE,
+    'k = qkv[first[i] + j, E + a*S:E + a*S + S] -> '
+    'k = qkv[first[(i - 1)] + j, E + a*S:E + a*S + S]': SINGLE,
+    'dk = dqkv[first[i] + j, E + a*S:E + a*S + S] -> '
+    'dk = dqkv[first[(i - 1)] + j, E + a*S:E + a*S + S]': SINGLE,
+    'v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
+    'v = qkv[first[i] + j, 2*E + a*S:3*E + a*S + S]': LONGER,
+    'dv = dqkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
+    'dv = dqkv[first[i] + j, 2*E + a*S:3*E + a*S + S]': LONGER,
+    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -1) -> "
+    "embcat, dembcat = a['emb'].reshape(len(X), -2), d['emb'].reshape(len(X), -1)":
+        'NumPy takes -2 for -1',
+    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -1) -> "
+    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -2)":
+        'NumPy takes -2 for -1',
+    'masks = [None] * 2*L if masks is None else masks -> '
+    'masks = [None] * 3*L if masks is None else masks': LONGER.replace('slice', 'list')}
 
 
 # ---- Mutants
@@ -186,8 +223,8 @@ def replaced(source, node, text):
 def first_difference(source, mutated, line):
     """The line that differs, before and after, without its comment."""
     pairs = zip(source.splitlines()[line - 1:], mutated.splitlines()[line - 1:])
-    return next((tuple(text.partition('  #')[0].strip() for text in pair)
-                 for pair in pairs if pair[0] != pair[1]))
+    changed = next(pair for pair in pairs if pair[0] != pair[1])
+    return [text.partition('  #')[0].strip() for text in changed]
 
 
 def mutants(source):
@@ -229,6 +266,10 @@ class Mutation:
                        if not passes(item, following)]
         if not self.failed:
             seconds = int(10 + 10 * time.process_time())
+            control = Mutant('', 0, '', '', '', (ROOT / 'backward.py').read_text())
+            if not list(survivors([control], session.items, seconds)):
+                self.failed = ['all of them once more, in a fork']
+                return True
             for mutant in survivors(self.mutants, session.items, seconds):
                 self.survivors.append(mutant)
                 reason = EXPLAINED.get(f'{mutant.before} -> {mutant.after}', 'NOT EXPLAINED')

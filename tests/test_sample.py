@@ -419,6 +419,17 @@ def test_a_word_too_long_for_the_gpt_is_refused_and_any_length_is_scored_by_the_
     assert run(sample, "out/mlp.npz", "--score", "ab" * 1000).status == 0
 
 
+def test_a_certain_word_has_log_probability_zero(learn, run):
+    write_words(["a"] * 20)
+    learn("mlp", "--steps", 200, "--lr", 0.05)
+    state = model.load("out/mlp.npz")
+    for name in "W2", "b2":
+        state["best"]["p"][name] *= 1e4
+    model.save("x.npz", state)
+    word, *numbers = run(sample, "x.npz", "--score", "a").out.split()
+    assert [word, *map(float, numbers)] == ["a", 0, 0, 1]
+
+
 def test_a_perplexity_beyond_all_numbers_is_printed(trained, run):
     state = model.load("out/mlp.npz")
     state["best"]["p"]["b2"][0] = -1e5

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 # Every measure is max|ours - theirs| / max|ours of the block|. Two blocks of the column are zero
 # by nature, so that their largest element is rounding; for these it is over ZERO instead.
-AGREEMENT, ZERO = 1e-10, 1
+AGREEMENT, ZERO = 1e-12, 1
 ZERO_BY_NATURE = 'logit_maxes', 'b1'
 
 
@@ -257,5 +257,5 @@ def test_train_step_agrees_with_torch_adamw_over_50_steps(weight_decay):
         theirs.step()
         assert loss == pytest.approx(their_loss.item(), rel=AGREEMENT)
     far = distance(ours['p'], leaves)
-    assert far.pop('b1') <= 1e-4        # its gradient is rounding, and Adam divides it by its size
+    assert far.pop('b1') <= 5e-5        # its gradient is rounding, and Adam divides it by its size
     assert max(far.values()) <= AGREEMENT
