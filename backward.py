@@ -330,7 +330,7 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
     L = config['layers']
-    masks = [None] * 2*L if masks is None else masks
+    masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
     dx, dbranch, dnormed = d['emb'][:, 0], d['branch'], d['normed']             # (N, E)
     dx[:] = 0                                                                   # (N, E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)

@@ -616,7 +616,7 @@ def gpt(config, p, batch, a, masks=None, memory=None):
     """
     X, Y, rows, first = batch
     norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
-    masks = [None] * 2*L if masks is None else masks
+    masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
     x, branch = a['emb'][:, 0], a['branch']                                     # (N, E)
     embedding(p['C'], X, a['emb'])                                              # (N, 1, E)
     embedding(p['P'], (rows - first)[:, None], branch[:, None])                 # (N, 1, E)
