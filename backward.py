@@ -361,8 +361,8 @@ BACKWARD = dict(mlp=mlp_backward, gpt=gpt_backward)
 
 # ---- The proof: each gradient against the differences of the loss it claims to be of. Source: A.8.
 #
-# An error is measured against the largest gradient of its block, or against FLOOR where the block
-# is zero by nature. In single precision the difference of two losses has few digits left, so the
+# An error is measured against the largest gradient of its block, or against FLOOR for each element
+# where the block is zero by nature. In single precision the difference of two losses has few digits left, so the
 # steps are wider and the tolerance too.
 
 FLOOR = 1e-3
@@ -403,7 +403,7 @@ def prove(loss, blocks, rng, samples=None, corners=lambda: 0):
             length = np.linalg.norm(direction)
             error = difference_error(loss, corners, w, dw, direction * (h / length))
         rows.append((name, w.shape, worst / max(abs(dw).max(), FLOOR),
-                     error * length / (2*h) / max(np.linalg.norm(dw), FLOOR)))
+                     error * length / (2*h) / max(np.linalg.norm(dw), FLOOR * sqrt(dw.size))))
     return rows
 
 
@@ -468,20 +468,18 @@ def random_parameters(config, rng, dtype):
     return flat + rng.standard_normal(len(flat)).astype(dtype) * dtype.type(0.3)
 
 
-def prove_steps(config, batch, rng, dtype, samples=None):
-    """Rows for the parameters of the column; the tests prove all values in between as well."""
-    p = m.views(m.mlp_parameters(config), random_parameters(config, rng, dtype))
-    d = mlp_steps_backward(p, *batch, m.mlp_steps(p, *batch)[1])
-    blocks = {name: (w, d[name]) for name, w in p.items()}
-    return prove(lambda: m.mlp_steps(p, *batch)[0], blocks, rng, samples)
-
-
 def run_model(config, flat, batch, **masks):
-    """Forward and backward in new arrays: the loss as a function, and what was filled."""
+    """Forward and backward in new arrays: the loss as a function, and what was filled.
+
+    With `--backward steps` it is the column, of which the tests prove all values in between too.
+    """
     kind, dtype = config['model'], flat.dtype
-    p, a, d = m.views(m.PARAMETERS[kind](config), flat), *(
-        m.arrays(table[kind](config, *m.sizes(batch)), dtype) for table in (m.ACTIVITY, ROOM))
+    p = m.views(m.PARAMETERS[kind](config), flat)
+    a, d = (m.arrays(table[kind](config, *m.sizes(batch)), dtype) for table in (m.ACTIVITY, ROOM))
     g = m.arrays(m.PARAMETERS[kind](config), dtype)
+    if config.get('backward') == 'steps':
+        return lambda: m.mlp_steps(p, *batch)[0], p, a, d, \
+            mlp_steps_backward(p, *batch, m.mlp_steps(p, *batch)[1])
 
     def loss():
         return m.FORWARD[kind](config, p, batch, a, **masks)
@@ -519,23 +517,21 @@ def print_rows(name, rows, dtype, file=None):
 
 
 def show_batch():
-    """Which rows of C have a gradient, and how much of the gradient comes through tanh."""
+    """How much of the gradient comes through tanh, and which rows of C it reaches."""
     print('\nOne batch of the MLP, 32 x 3 lookups in C:')
     for init in 'naive', 'kaiming':
         rng = np.random.default_rng(1)
         config = dict(m.CHOICES['mlp'], model='mlp', init=init, batchnorm=False)
-        _, vocabulary, examples = m.own_examples(config)
+        vocabulary, examples = m.own_examples(config)
         X, Y = m.mlp_batch(config, examples, rng.integers(0, len(examples[1]), 32))
         flat = m.make_parameters(config, rng)
         _, _, _, d, g = run_model(config, flat, (X, Y))
-        if init == 'naive':
-            used = abs(g['C']).sum(1) > 0
-            letters = np.array(list('.' + vocabulary[1:]))                      # '.': boundary
-            print('  rows with gradient ', ''.join(letters[used]))
-            print('  characters in batch', ''.join(letters[np.unique(X)]))
-            print(f'  {(~used).sum()} of {len(used)} rows are all zero')
         share = abs(d['hpreact']).mean() / abs(d['h']).mean()
         print(f'  {share:.0%} of the gradient comes through tanh with --init {init}')
+    used, letters = abs(g['C']).sum(1) > 0, np.array(list('.' + vocabulary[1:]))  # '.': boundary
+    print('  rows with gradient ', ''.join(letters[used]))
+    print('  characters in batch', ''.join(letters[np.unique(X)]))
+    print(f'  {(~used).sum()} of {len(used)} rows are all zero')
 
 
 SMALL = dict(mlp=dict(embd=3, hidden=5), gpt=dict(embd=8, layers=2, heads=2))
@@ -554,10 +550,11 @@ def main(argv=None):
     tables = list(prove_layers(rng, dtype))
     for kind in [typed.get('model', 'mlp')] if typed else SMALL:
         config = m.configure({**typed, 'model': kind}, choices)
-        _, _, examples = m.own_examples(config)
+        _, examples = m.own_examples(config)
         batch = m.BATCH[kind](config, examples, np.arange(20 if kind == 'mlp' else 3))
         if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':
-            tables.append(('mlp_steps', prove_steps(config, batch, rng, dtype)))
+            column = {**config, 'backward': 'steps'}
+            tables.append(('mlp_steps', prove_model(column, batch, rng, dtype)))
         tables.append((kind, prove_model(config, batch, rng, dtype)))
     print('layer or model gradient shape           element direction')
     failed = sum(print_rows(name, rows, dtype) for name, rows in tables)

@@ -676,12 +676,12 @@ def make_parameters(config, rng, dtype=np.float32):
 
 
 def own_examples(config):
-    """Complete a configuration for data/names.txt; returns its words, vocabulary and examples."""
+    """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
     words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
     vocabulary = make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     config['context'] = config['context'] or max(map(len, words)) + 1
-    return words, vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
+    return vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
 
 
 # ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
@@ -871,7 +871,7 @@ def main(argv=None):
     add_model_flags(parser, CHOICES)
     config = configure(vars(parser.parse_args(argv)), CHOICES)
     kind = config['model']
-    _, vocabulary, examples = own_examples(config)
+    vocabulary, examples = own_examples(config)
     chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)
     batch = BATCH[kind](config, examples, chosen)
 

