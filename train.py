@@ -62,9 +62,9 @@ OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
 
 
 def learning_rate(config, step):
-    """Up in the first twentieth of the run, level to its middle, then straight down to zero."""
+    """Up in the first twentieth of the run, then straight down to zero."""
     done = step / config['steps']
-    return config['lr'] * min(1, 20*done + 0.01, 2 - 2*done)
+    return config['lr'] * min(20*done + 0.01, (1 - done) / 0.95)
 
 
 # ---- Data
@@ -359,8 +359,8 @@ def plot(state, words, path):
 CHOICES = dict(
     mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=100000, batch=32, lr=0.0015, seed=1,
              optimizer='adam', weight_decay=0., eval_every=None, backward='fused'),
-    gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=6000, batch=32, lr=0.002, seed=1,
-             optimizer='adam', weight_decay=0., eval_every=None, dropout=0.,
+    gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=8000, batch=32, lr=0.001, seed=1,
+             optimizer='adam', weight_decay=0.1, eval_every=None, dropout=0.,
              threads=min(2, os.cpu_count() or 1)))
 
 RULES = {

@@ -218,7 +218,7 @@ def fuzz(folder, examples):
 
 
 def test_any_file_loads_or_is_refused(trained):
-    fuzz(trained, 120)
+    fuzz(trained, 100)
 
 
 @pytest.mark.slow
