@@ -221,7 +221,7 @@ def train_step(run, shares, step):
 def evaluate(model, examples, pool):
     """Mean loss over all of the examples, in nats a character, each word's end included."""
     kind, n = model['config']['model'], len(examples[1])
-    size = 4096 if kind == 'mlp' else 512
+    size = 4096 if kind == 'mlp' else 64
 
     def block(begin):
         chosen = np.arange(begin, min(begin + size, n))
