@@ -1,8 +1,11 @@
 import json
 
+import pytest
+
 import bench
 
 
+@pytest.mark.slow
 def test_a_table_and_its_figures(tmp_path, capsys):
     bench.main(["--rounds", "1", "--only", "loop", "--json", str(tmp_path / "figures.json")])
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -33,6 +33,7 @@ def test_the_way_in_is_two_lines_behind_the_pitch():
                                'pip install -r tests/requirements.txt && python -m pytest\n')
 
 
+@pytest.mark.slow
 def test_every_command_runs_in_the_order_of_the_text(tmp_path):
     pytest.importorskip('matplotlib', reason='--plot is among the commands')
     (tmp_path / 'towns.txt').write_text('\n'.join(['Zürich', 'Bern', 'St. Gallen'] * 20))
@@ -45,6 +46,7 @@ def test_every_command_runs_in_the_order_of_the_text(tmp_path):
         assert 'Traceback' not in done.stderr, command
 
 
+@pytest.mark.slow
 def test_the_torch_module_gives_the_same_logits(tmp_path, monkeypatch):
     torch = pytest.importorskip('torch', reason='the module is written with PyTorch')
     code, = (block for kind, block in BLOCKS if kind == 'python')
