@@ -652,9 +652,10 @@ FORWARD = dict(mlp=mlp, gpt=gpt)
 def make_parameters(config, rng, dtype=np.float32):
     """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
 
-    Kaiming's rule: a spread of gain / sqrt(inputs) keeps the size of what flows through. The MLP's
-    last layer starts small: all characters are about as likely, and the first loss is ln(V). The
-    GPT's branches do: at first its tied head looks at little but the character just read.
+    Kaiming's rule: a spread that falls with the root of the inputs keeps the size of what flows
+    through the same at any width. The MLP's last layer starts small: all characters are about as
+    likely, and the first loss is ln(V). The GPT's branches do: at first its tied head looks at
+    little but the character just read.
     """
     shapes = PARAMETERS[config['model']](config)
     flat = np.empty(sum(map(prod, shapes.values())), dtype)
@@ -662,8 +663,7 @@ def make_parameters(config, rng, dtype=np.float32):
     if config['init'] == 'naive':
         spread = dict.fromkeys(shapes, 1)
     elif config['model'] == 'mlp':
-        gain = 5/3 if config['act'] == 'tanh' else sqrt(2)
-        spread = dict(C=0.1, W1=gain / sqrt(T*E), W2=0.2 / sqrt(H))
+        spread = dict(C=0.1, W1=0.5 / sqrt(T*E), W2=0.2 / sqrt(H))
     else:
         spread = dict(C=0.1, P=0.1, Wqkv=1 / sqrt(E), Wo=0.03 / sqrt(E), Wup=1 / sqrt(E),
                       Wdown=0.03 / sqrt(4*E))

@@ -357,10 +357,10 @@ def plot(state, words, path):
 # ---- The command line
 
 CHOICES = dict(
-    mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=100000, batch=32, lr=0.0015, seed=1,
+    mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=110000, batch=32, lr=0.002, seed=1,
              optimizer='adam', weight_decay=0., eval_every=None, backward='fused'),
-    gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=8000, batch=32, lr=0.001, seed=1,
-             optimizer='adam', weight_decay=0.1, eval_every=None, dropout=0.,
+    gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=8000, batch=32, lr=0.0015, seed=1,
+             optimizer='adam', weight_decay=0.1, eval_every=None, dropout=0.02,
              threads=min(2, os.cpu_count() or 1)))
 
 RULES = {

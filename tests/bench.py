@@ -211,13 +211,16 @@ def theirs(job, how='foreach', threads=1):
     config = job.config
     p = leaves(job.state['latest']['p'])
     loss_of = dict(mlp=torch_mlp, gpt=torch_gpt)[config['model']](config, p)
-    make = dict(sgd=torch.optim.SGD, adam=torch.optim.Adam)[config['optimizer']]
-    optimizer = make([w for ws in p.values() for w in ws], lr=config['lr'], **{how: True})
+    make = dict(sgd=torch.optim.SGD, adam=torch.optim.AdamW)[config['optimizer']]
+    groups = [dict(params=[w for name in p if name[0].isupper() == matrices for w in p[name]],
+                   weight_decay=matrices * config['weight_decay']) for matrices in (True, False)]
+    optimizer = make(groups, lr=config['lr'], **{how: True})
     batches = [torch_batch(config['model'], shares) for shares in job.batches]
     for step, batch in enumerate(cycle(batches)):
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        optimizer.param_groups[0]['lr'] = train.learning_rate(config, step)
+        for group in optimizer.param_groups:
+            group['lr'] = train.learning_rate(config, step)
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(*batch)
         loss.backward()
@@ -277,8 +280,8 @@ def mlp(kept, rounds, pool):
 
 def gpt(kept, rounds, pool):
     """A step of the GPT."""
-    race_steps(kept, rounds, pool, f'A step of the GPT, Adam, {CORES} threads', 'gpt', {
-        f'{batch} names': dict(batch=batch) for batch in (32, 64)})
+    race_steps(kept, rounds, pool, f'A step of the GPT, Adam, no dropout, {CORES} threads', 'gpt', {
+        f'{batch} names': dict(batch=batch, dropout=0.) for batch in (32, 64)})
 
 
 class Terminal(io.StringIO):
