@@ -277,8 +277,8 @@ def train(run, out, aside):
     signals, smooth, pause, begun = [], 0, 0, time.perf_counter()
 
     def is_due(step):
-        known = [row[0] for row in state['history'][-1:]]
-        return step not in known and (step == steps or every and step and step % every == 0)
+        planned = step == steps or every and step and step % every == 0
+        return planned and step not in [row[0] for row in state['history'][-1:]]
 
     def milestone():
         nonlocal aside, pause
@@ -310,7 +310,7 @@ def train(run, out, aside):
                 bar.set_postfix_str(f'loss {smooth:.3f}', refresh=False)
             if signals:
                 break
-            if step + 1 == steps or every and (step + 1) % every == 0:
+            if is_due(step + 1):
                 milestone()
         seconds = time.perf_counter() - begun - pause
         if signals:
