@@ -89,12 +89,13 @@ def mlp_steps_backward(p, X, Y, a):
 
 @kernel
 def embedding_backward(demb, X, dC):
-    """dC[X[k, j]] += demb[k, j]. It adds to dC, which holds zeros or the first contribution."""
-    N, T, E = demb.shape
+    """Each row of dC gathers from its copies. It adds: dC holds zeros or a first contribution."""
+    N, T = X.shape
+    E = dC.shape[1]
     for k in range(N):
         for j in range(T):
             for e in range(E):
-                dC[X[k, j], e] += demb[k, j, e]
+                dC[X[k, j], e] += demb[k, j*E + e]
 
 
 @kernel
@@ -108,8 +109,8 @@ def add_bias_backward(dy, db):
 
 def linear_backward(dy, x, W, dx, dW, db):
     """dx = dy W^T, dW = x^T dy: read off the shapes. Source: A.5."""
-    np.dot(dy, W.T, out=dx)                                # (N, I)
-    np.dot(x.T, dy, out=dW)                                # (I, O)
+    dy.dot(W.T, out=dx)                                    # (N, I)
+    x.T.dot(dy, out=dW)                                    # (I, O)
     if db is not None:
         add_bias_backward(dy, db)                          # (O,)
 
@@ -202,17 +203,13 @@ def silu_backward(dy, x, s, y, dx):
 
 @kernel
 def gelu_backward(dy, x, s, y, dx):
-    """Two terms, as x stands twice in x (1 + tanh u(x)) / 2; the second is easily lost.
-
-    Source: A.2.
-    """
-    one, half = dy.dtype.type(1), dy.dtype.type(0.5)
-    c, ca3 = dy.dtype.type(GELU_C), dy.dtype.type(3 * GELU_C * GELU_A)
+    """SiLU's, and the chain to 2u: x stands twice in x sigmoid(2u(x)). Source: A.2."""
+    one = dy.dtype.type(1)
+    c2, c2a3 = dy.dtype.type(2 * GELU_C), dy.dtype.type(2 * GELU_C * 3 * GELU_A)
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
-            du = c + ca3 * x[i, j] * x[i, j]
-            dx[i, j] = dy[i, j] * half * (
-                one + s[i, j] + x[i, j] * (one - s[i, j] * s[i, j]) * du)
+            du2 = c2 + c2a3 * x[i, j] * x[i, j]
+            dx[i, j] = dy[i, j] * s[i, j] * (one + x[i, j] * (one - s[i, j]) * du2)
 
 
 ACTIVATIONS_BACKWARD = dict(
@@ -276,8 +273,8 @@ def residual_backward(dx, mask, dbranch):
 
 def head_backward(dlogits, x, C, dx, dC):
     """The table as readout gives the first contribution to dC (V,E), its use as input another."""
-    np.dot(dlogits, C, out=dx)                             # (N, E)
-    np.dot(dlogits.T, x, out=dC)                           # (V, E)
+    dlogits.dot(C, out=dx)                                 # (N, E)
+    dlogits.T.dot(x, out=dC)                               # (V, E)
 
 
 @kernel
@@ -301,7 +298,6 @@ def mlp_room(config, N, P):
 def mlp_backward(config, p, batch, a, d, g):
     """Fill the parameters' gradients g by name, after mlp() has filled a; d is the room for dX."""
     X, Y = batch
-    embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -1)    # (N, T*E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
     ACTIVATIONS_BACKWARD[config['act']](d['h'], a['hpreact'], a['s'], a['h'], d['hpreact'])
@@ -310,14 +306,14 @@ def mlp_backward(config, p, batch, a, d, g):
     else:
         batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
                            d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
-    linear_backward(d['hprebn'], embcat, p['W1'], dembcat, g['W1'], g['b1'])    # (N, T*E)
+    linear_backward(d['hprebn'], a['emb'], p['W1'], d['emb'], g['W1'], g['b1'])    # (N, T*E)
     g['C'][:] = 0                                                               # (V, E)
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
 def gpt_room(config, N, P):
     V, E, A = (config[size] for size in ('vocabulary', 'embd', 'heads'))
-    return dict(emb=(N, 1, E), branch=(N, E), normed=(N, E), qkv=(N, 3*E), weights=(A, P),
+    return dict(emb=(N, E), branch=(N, E), normed=(N, E), qkv=(N, 3*E), weights=(A, P),
                 ctx=(N, E), up=(N, 4*E), h=(N, 4*E), logits=(N, V))
 
 
@@ -331,7 +327,7 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
     L = config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    dx, dbranch, dnormed = d['emb'][:, 0], d['branch'], d['normed']             # (N, E)
+    dx, dbranch, dnormed = d['emb'], d['branch'], d['normed']                   # (N, E)
     dx[:] = 0                                                                   # (N, E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     # dC, 1 of 2: the table as readout
@@ -447,7 +443,7 @@ def prove_layers(rng, dtype):
     x, y = dict(x=(3, 5)), dict(s=(3, 5), y=(3, 5))
     norm = dict(x=(3, 5), gain=(5,)), {}, dict(raw=(3, 5), rms_inv=(3,), std_inv=(3,), y=(3, 5))
     for forward, inputs, given, filled in (
-            (m.embedding, dict(C=(5, 4)), dict(X=X), dict(emb=(3, 2, 4))),
+            (m.embedding, dict(C=(5, 4)), dict(X=X), dict(emb=(3, 8))),
             (m.linear, dict(x=(3, 5), W=(5, 4), b=(4,)), {}, dict(y=(3, 4))),
             (m.batchnorm, dict(x=(3, 5), gain=(5,), bias=(5,)), {},
              dict(raw=(3, 5), var_inv=(5,), y=(3, 5))),

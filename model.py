@@ -222,15 +222,13 @@ def kernel(function):
 
 @kernel
 def embedding(C, X, emb):
-    """emb[k, j] = C[X[k, j]]: a copy of one row of C (V,E) for each id in X (N,T).
-
-    The GPT looks up positions in the table P (T,E) in the same way.
-    """
+    """A copy of one row of C (V,E) for each id in X (N,T), side by side in emb (N,T*E)."""
     N, T = X.shape
+    E = C.shape[1]
     for k in range(N):
         for j in range(T):
-            for e in range(C.shape[1]):
-                emb[k, j, e] = C[X[k, j], e]
+            for e in range(E):
+                emb[k, j*E + e] = C[X[k, j], e]
 
 
 @kernel
@@ -243,7 +241,7 @@ def add_bias(b, y):
 
 def linear(x, W, b, y):
     """y = x W + b: (N,I) (I,O) (O,) -> (N,O); b may be None. Source: A.5."""
-    np.dot(x, W, out=y)                                    # (N, O)
+    x.dot(W, out=y)                                        # (N, O)
     if b is not None:
         add_bias(b, y)                                     # (N, O)
 
@@ -307,7 +305,6 @@ NORMS = dict(rmsnorm=rmsnorm, layernorm=layernorm)
 
 
 # Six activations, y = f(x), in one form; `s` keeps what the backward pass would compute again.
-# The sigmoid is written with tanh, which cannot overflow: 1 / (1 + e^-x) = (1 + tanh(x/2)) / 2.
 
 def tanh(x, s, y):
     """y = tanh x. Source: A.1."""
@@ -316,9 +313,9 @@ def tanh(x, s, y):
 
 def sigmoid(x, s, y):
     """y = 1 / (1 + e^-x). Source: A.1."""
-    np.tanh(0.5 * x, out=y)                                # (N, H)
+    np.exp(-x, out=y)                                      # (N, H)  may be infinite: y is 0 then
     y += 1                                                 # (N, H)
-    y *= 0.5                                               # (N, H)
+    np.divide(1, y, out=y)                                 # (N, H)
 
 
 def relu(x, s, y):
@@ -341,28 +338,19 @@ GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
 
 
 @kernel
-def gelu_inner(x, u):
-    """u = c (x + a x^3)."""
-    c, ca = x.dtype.type(GELU_C), x.dtype.type(GELU_C * GELU_A)
+def gelu_inner(x, u2):
+    """2u = 2c (x + a x^3)."""
+    c2, c2a = x.dtype.type(2 * GELU_C), x.dtype.type(2 * GELU_C * GELU_A)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
-            u[i, j] = x[i, j] * (c + ca * x[i, j] * x[i, j])
-
-
-@kernel
-def gelu_outer(x, s, y):
-    """y = x (1 + s) / 2."""
-    half, one = x.dtype.type(0.5), x.dtype.type(1)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            y[i, j] = half * x[i, j] * (one + s[i, j])
+            u2[i, j] = x[i, j] * (c2 + c2a * x[i, j] * x[i, j])
 
 
 def gelu(x, s, y):
-    """y = x (1 + tanh u) / 2 with u = c (x + a x^3), s = tanh u. Source: A.2."""
+    """y = x (1 + tanh u) / 2 = x sigmoid(2u), u = c (x + a x^3), s = sigmoid(2u). Source: A.2."""
     gelu_inner(x, s)                                       # (N, H)
-    np.tanh(s, out=s)                                      # (N, H)
-    gelu_outer(x, s, y)                                    # (N, H)
+    sigmoid(s, None, s)                                    # (N, H)
+    np.multiply(x, s, out=y)                               # (N, H)
 
 
 ACTIVATIONS = dict(tanh=tanh, sigmoid=sigmoid, relu=relu, leaky_relu=leaky_relu, silu=silu,
@@ -430,7 +418,7 @@ def residual(x, branch, mask):
 
 def head(x, C, logits):
     """logits (N,V): each row of x (N,E) against every row of the table C (V,E). Source: A.6."""
-    np.dot(x, C.T, out=logits)                             # (N, V)
+    x.dot(C.T, out=logits)                                 # (N, V)
 
 
 @kernel
@@ -570,7 +558,7 @@ def mlp_parameters(config):
 
 def mlp_activations(config, N, P):
     V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
-    return dict(emb=(N, T, E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
+    return dict(emb=(N, T*E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
                 s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
 
 
@@ -580,9 +568,8 @@ def mlp(config, p, batch, a, statistics=None):
     Batch norm takes mean and variance from the batch, or from `statistics` where they are given.
     """
     X, Y = batch
-    embcat = a['emb'].reshape(len(X), -1)                                       # (N, T*E)
-    embedding(p['C'], X, a['emb'])                                              # (N, T, E)
-    linear(embcat, p['W1'], p['b1'], a['hprebn'])                               # (N, H)
+    embedding(p['C'], X, a['emb'])                                              # (N, T*E)
+    linear(a['emb'], p['W1'], p['b1'], a['hprebn'])                             # (N, H)
     if not config['batchnorm']:
         a['hpreact'] = a['hprebn']                                              # (N, H)
     elif statistics:
@@ -603,7 +590,7 @@ def gpt_parameters(config):
 
 def gpt_activations(config, N, P):
     V, E, L, A = (config[size] for size in ('vocabulary', 'embd', 'layers', 'heads'))
-    return dict(emb=(N, 1, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
+    return dict(emb=(N, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
                 qkv=(L, N, 3*E), weights=(L, A, P), ctx=(L, N, E), up=(L, N, 4*E), s=(L, N, 4*E),
                 h=(L, N, 4*E), branch=(N, E), logits=(N, V), probs=(N, V))
 
@@ -617,9 +604,9 @@ def gpt(config, p, batch, a, masks=None, memory=None):
     X, Y, rows, first = batch
     norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    x, branch = a['emb'][:, 0], a['branch']                                     # (N, E)
-    embedding(p['C'], X, a['emb'])                                              # (N, 1, E)
-    embedding(p['P'], (rows - first)[:, None], branch[:, None])                 # (N, 1, E)
+    x, branch = a['emb'], a['branch']                                           # (N, E)
+    embedding(p['C'], X, x)                                                     # (N, E)
+    embedding(p['P'], (rows - first)[:, None], branch)                          # (N, E)
     residual(x, branch, None)                                                   # (N, E)
     for l in range(L):
         i, j = 2*l, 2*l + 1

@@ -102,9 +102,9 @@ class Case(NamedTuple):
 
 
 def embedding_case(rng, N):
-    C, dy, before = normal(rng, (11, 9), (N, 5, 9), (11, 9))
+    C, dy, before = normal(rng, (11, 9), (N, 5 * 9), (11, 9))
     X = rng.integers(0, 7, (N, 5))
-    y, = unset((N, 5, 9))
+    y, = unset((N, 5 * 9))
 
     def forward():
         m.embedding(C, X, y)

@@ -102,7 +102,7 @@ TORCH_ACTIVATIONS = dict(
 
 TORCH_LAYERS = dict(
     **TORCH_NORMS, **TORCH_ACTIVATIONS,
-    embedding=lambda C, X: F.embedding(X, C),
+    embedding=lambda C, X: F.embedding(X, C).flatten(1),
     add_bias=lambda b, x: x + b,
     linear=lambda x, W, b: F.linear(x, W.T, b),
     linear_without_bias=lambda x, W: F.linear(x, W.T),
