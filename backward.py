@@ -290,13 +290,8 @@ def cross_entropy_backward(probs, Y, dlogits):
 
 # ---- The two models: the lines of model.py upside down
 
-def mlp_room(config, N, P):
-    shapes = m.mlp_activations(config, N, P)
-    return {name: shapes[name] for name in ('emb', 'hprebn', 'hpreact', 'h', 'logits')}
-
-
 def mlp_backward(config, p, batch, a, d, g):
-    """Fill the parameters' gradients g by name, after mlp() has filled a; d is the room for dX."""
+    """After mlp() has filled a: the gradients d of the activations, and g of the parameters."""
     X, Y = batch
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
@@ -311,47 +306,39 @@ def mlp_backward(config, p, batch, a, d, g):
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
-def gpt_room(config, N, P):
-    V, E, A = (config[size] for size in ('vocabulary', 'embd', 'heads'))
-    return dict(emb=(N, E), branch=(N, E), normed=(N, E), qkv=(N, 3*E), weights=(A, P),
-                ctx=(N, E), up=(N, 4*E), h=(N, 4*E), logits=(N, V))
-
-
 def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """Fill the parameters' gradients g by name, after gpt() has filled a.
-
-    d is the room for dX, used by one layer after the other.
-    """
+    """After gpt() has filled a: the gradients d of the activations, and g of the parameters."""
     X, Y, rows, first = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
     L = config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    dx, dbranch, dnormed = d['emb'], d['branch'], d['normed']                   # (N, E)
+    dx, dbranch = d['emb'], d['branch']                                         # (N, E)
     dx[:] = 0                                                                   # (N, E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     # dC, 1 of 2: the table as readout
-    head_backward(d['logits'], a['normed'][-1], p['C'], dnormed, g['C'])        # (V, E)
-    norm_backward(dnormed, p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
+    head_backward(d['logits'], a['normed'][-1], p['C'], d['normed'][-1], g['C'])    # (V, E)
+    norm_backward(d['normed'][-1], p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
     for l in reversed(range(L)):
         i, j = 2*l, 2*l + 1
         residual_backward(dx, masks[j], dbranch)                                # (N, E)
-        linear_backward(dbranch, a['h'][l], p['Wdown'][l], d['h'], g['Wdown'][l], None)
-        act_backward(d['h'], a['up'][l], a['s'][l], a['h'][l], d['up'])         # (N, 4*E)
-        linear_backward(d['up'], a['normed'][j], p['Wup'][l], dnormed, g['Wup'][l], None)
-        norm_backward(dnormed, p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
+        linear_backward(dbranch, a['h'][l], p['Wdown'][l], d['h'][l], g['Wdown'][l], None)
+        act_backward(d['h'][l], a['up'][l], a['s'][l], a['h'][l], d['up'][l])   # (N, 4*E)
+        linear_backward(d['up'][l], a['normed'][j], p['Wup'][l], d['normed'][j], g['Wup'][l], None)
+        norm_backward(d['normed'][j], p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
         residual_backward(dx, masks[i], dbranch)                                # (N, E)
-        linear_backward(dbranch, a['ctx'][l], p['Wo'][l], d['ctx'], g['Wo'][l], None)
-        attention_backward(d['ctx'], a['qkv'][l], first, a['weights'][l], d['weights'], d['qkv'])
-        linear_backward(d['qkv'], a['normed'][i], p['Wqkv'][l], dnormed, g['Wqkv'][l], None)
-        norm_backward(dnormed, p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
+        linear_backward(dbranch, a['ctx'][l], p['Wo'][l], d['ctx'][l], g['Wo'][l], None)
+        attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][l],
+                           d['qkv'][l])
+        linear_backward(d['qkv'][l], a['normed'][i], p['Wqkv'][l], d['normed'][i], g['Wqkv'][l],
+                        None)
+        norm_backward(d['normed'][i], p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
     g['P'][:] = 0                                                               # (T, E)
     embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
     # dC, 2 of 2: the table as input
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
-ROOM = dict(mlp=mlp_room, gpt=gpt_room)
 BACKWARD = dict(mlp=mlp_backward, gpt=gpt_backward)
 
 
@@ -474,7 +461,7 @@ def run_model(config, flat, batch, **masks):
     """
     kind, dtype = config['model'], flat.dtype
     p = m.views(m.PARAMETERS[kind](config), flat)
-    a, d = (m.arrays(table[kind](config, *m.sizes(batch)), dtype) for table in (m.ACTIVITY, ROOM))
+    a, d = (m.arrays(m.ACTIVITY[kind](config, *m.sizes(batch)), dtype) for _ in range(2))
     g = m.arrays(m.PARAMETERS[kind](config), dtype)
     if config.get('backward') == 'steps':
         return lambda: m.mlp_steps(p, *batch)[0], p, a, d, \

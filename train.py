@@ -162,8 +162,8 @@ def make_room(config, room, N, P):
     """Lay out room['a'] and room['d'] for N rows and P pairs, anew only if the sizes changed."""
     if room.get('sizes') == (N, P):
         return
-    for name, table in ('a', m.ACTIVITY), ('d', backward.ROOM):
-        shapes = table[config['model']](config, N, P)
+    shapes = m.ACTIVITY[config['model']](config, N, P)
+    for name in 'ad':
         size = sum(map(math.prod, shapes.values()))
         if size > len(room.get('flat_' + name, ())):
             room['flat_' + name] = np.empty(size, np.float32)

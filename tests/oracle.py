@@ -357,8 +357,7 @@ def run(config, p, batch, masks=None):
     """One pass forward and backward of either model, in room that was not set before."""
     kind, dtype = config['model'], p['C'].dtype
     N, pairs = m.sizes(batch)
-    a = room(m.ACTIVITY[kind](config, N, pairs), dtype)
-    d = room(backward.ROOM[kind](config, N, pairs), dtype)
+    a, d = (room(m.ACTIVITY[kind](config, N, pairs), dtype) for _ in range(2))
     g = room(m.PARAMETERS[kind](config), dtype)
     more = {'masks': masks} if kind == 'gpt' else {}
 

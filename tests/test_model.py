@@ -240,7 +240,8 @@ def test_fused_mlp_is_the_column(N, dtype, tolerance):
     for name in 'emb', 'hprebn', 'hpreact', 'h', 'logits', 'probs':
         assert model.a[name].dtype == dtype
         assert error(model.a[name], steps[name]) <= tolerance, name
-        assert error(model.d.get(name, d[name]), d[name]) <= tolerance, name
+        if name != 'probs':             # within cross_entropy its gradient is never formed
+            assert error(model.d[name], d[name].reshape(model.d[name].shape)) <= tolerance, name
     for name, g in model.g.items():
         assert g.dtype == dtype
         assert error(g, d[name], floor=1 if name == 'b1' else 0) <= tolerance, name

@@ -319,7 +319,7 @@ def watch_mlp(watch, model, backward, rng):
             shapes = model.PARAMETERS['mlp'](config)
             p = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
             a = unset(model.ACTIVITY['mlp'](config, N, 0))
-            d, g = unset(backward.ROOM['mlp'](config, N, 0)), unset(shapes)
+            d, g = unset(model.ACTIVITY['mlp'](config, N, 0)), unset(shapes)
             model.mlp(config, p, batch, a)
             backward.mlp_backward(config, p, batch, a, d, g)
     statistics = model.batchnorm_statistics(config, p, (examples[0], examples[1][:N]))
@@ -343,7 +343,7 @@ def watch_gpt(watch, model, backward, rng):
             for masks in None, rng.random((2*L, N, E)):
                 config.update(norm=norm, act=act)
                 a = unset(model.ACTIVITY['gpt'](config, N, P))
-                d, g = unset(backward.ROOM['gpt'](config, N, P)), unset(shapes)
+                d, g = unset(model.ACTIVITY['gpt'](config, N, P)), unset(shapes)
                 model.gpt(config, p, batch, a, masks)
                 backward.gpt_backward(config, p, batch, a, d, g, masks)
     a = unset(model.ACTIVITY['gpt'](config, N, P))
@@ -433,12 +433,6 @@ def misnamed_gradients(source):
             for keyword in node.keywords if ast.unparse(keyword.value) != f'd{keyword.arg}']
 
 
-def room_faults(room, activity):
-    """Shapes of gradients that are not those of the activations, up to the axis of layers."""
-    return [name for name, shape in room.items()
-            if name not in activity or shape not in (activity[name], activity[name][1:])]
-
-
 def local_faults(watch):
     """Names in X_backward, d + a name in X, that had a shape which that name never had."""
     return [f'{function}: {name}' for (function, name), shapes in watch.locals.items()
@@ -451,15 +445,6 @@ def test_the_column_gives_a_gradient_of_the_same_shape_for_every_value(watch):
     p, a, d = watch.column
     assert gradient_faults({**p, **a}, d) == []
     assert misnamed_gradients(SOURCES['backward']) == []
-
-
-def test_room_for_gradients_has_the_shapes_of_the_activations(watch):
-    model, backward = watch.modules['model'], watch.modules['backward']
-    mlp = dict(vocabulary=11, context=3, embd=4, hidden=7, batchnorm=True)
-    gpt = dict(vocabulary=13, context=7, embd=6, layers=2, heads=3)
-    for kind, config in ('mlp', mlp), ('gpt', gpt):
-        room, activity = backward.ROOM[kind](config, 9, 17), model.ACTIVITY[kind](config, 9, 17)
-        assert room_faults(room, activity) == []
 
 
 def test_gradients_within_a_function_have_the_shapes_of_what_they_are_named_for(watch):
@@ -475,8 +460,6 @@ def test_a_gradient_of_another_shape_is_caught():
     assert gradient_faults(dict(x=x, row=row), dict(x=x, row=row[0])) == ['row']
     assert gradient_faults(dict(x=x, row=row), dict(x=x)) == ['row']
     assert misnamed_gradients('def f_backward():\n    return dict(x=dx, y=dz)') == ['y']
-    assert room_faults(dict(h=(3, 5), up=(3, 5)), dict(h=(2, 3, 5), up=(5, 3))) == ['up']
-    assert room_faults(dict(h=(3, 5)), {}) == ['h']
 
 
 def test_a_local_gradient_of_another_shape_is_caught():
@@ -637,7 +620,7 @@ def test_a_long_line_is_caught():
 
 def test_the_four_files_do_not_grow():
     """A ratchet: the aim is 1,700 lines, and the number here only ever goes down."""
-    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2152
+    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2122
 
 
 def test_the_top_level_holds_only_what_is_allowed():
