@@ -528,7 +528,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         'backward.py', description='Prove every gradient against differences of the loss.')
     choices = {kind: {**m.CHOICES[kind], **SMALL[kind]} for kind in SMALL}
-    m.add_model_flags(parser, choices)
+    m.add_flags(parser, 'the model', m.FLAGS, choices)
     parser.add_argument('--dtype', choices=TOLERANCE, default='float64',
                         help='precision of the proof (float64)')
     typed = vars(parser.parse_args(argv))

@@ -462,13 +462,17 @@ def one_of(*values):
     return read
 
 
-MOMENTS = dict(adam=2, momentum=1, sgd=0)                  # how much an optimizer remembers
-
-RULES = dict(
-    model=one_of(*CHOICES), context=number(int, 0), embd=number(int, 1), hidden=number(int, 1),
-    layers=number(int, 1), heads=number(int, 1), act=one_of(*ACTIVATIONS), norm=one_of(*NORMS),
-    batchnorm=one_of(True, False), init=one_of('kaiming', 'naive'), data=str, sha256=str,
-    longest=number(int, 1), vocabulary=number(int, 2), optimizer=one_of(*MOMENTS))
+FLAGS = dict(
+    model=(one_of(*CHOICES), '{mlp,gpt}', 'which one (mlp)'),
+    context=(number(int, 0), 'N', 'characters it looks at; 0: the longest word'),
+    embd=(number(int, 1), 'N', 'width of the embedding'),
+    hidden=(number(int, 1), 'N', 'hidden units'),
+    layers=(number(int, 1), 'N', 'layers'),
+    heads=(number(int, 1), 'N', 'attention heads'),
+    act=(one_of(*ACTIVATIONS), 'NAME', ', '.join(ACTIVATIONS)),
+    norm=(one_of(*NORMS), 'NAME', ', '.join(NORMS)),
+    batchnorm=(one_of(True, False), None, 'leave out batch norm (mlp)'),
+    init=(one_of('kaiming', 'naive'), 'NAME', 'first values; or naive: N(0,1)'))
 
 
 def flag(name):
@@ -476,42 +480,15 @@ def flag(name):
     return '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
 
 
-def add_flags(parser, title, rules, choices, table):
-    """A flag for each row (name, metavar, text); one that is not typed leaves no trace."""
+def add_flags(parser, title, flags, choices):
+    """A flag for each row (reader, metavar, meaning); one that is not typed leaves no trace."""
     group = parser.add_argument_group(title)
-    for name, metavar, text in table:
-        defaults = {model: own[name] for model, own in choices.items()
-                    if own.get(name) not in (None, '')}
-        shown = [f'{model} {value}' for model, value in defaults.items()]
-        if len(defaults) == len(choices) and len(set(defaults.values())) == 1:
-            shown = [str(defaults['mlp'])]
-        text += f" ({'; '.join(shown)})" if shown else ''
-        group.add_argument(flag(name), type=rules[name], metavar=metavar, help=text,
-                           default=argparse.SUPPRESS)
-    return group
-
-
-def add_model_flags(parser, choices):
-    group = add_flags(parser, 'the model', RULES, choices, (
-        ('model', '{mlp,gpt}', 'which one: mlp or gpt (mlp)'),
-        ('context', 'N', 'characters that it looks at, 0: enough for each word'),
-        ('embd', 'N', 'width of the embedding'),
-        ('hidden', 'N', 'hidden units'),
-        ('layers', 'N', 'layers'),
-        ('heads', 'N', 'attention heads'),
-        ('act', 'NAME', f"activation: {', '.join(ACTIVATIONS)}"),
-        ('norm', 'NAME', f"normalization: {', '.join(NORMS)}"),
-        ('init', 'NAME', 'first values: kaiming, or naive: all from N(0,1)')))
-    group.add_argument(flag('batchnorm'), dest='batchnorm', action='store_false',
-                       default=argparse.SUPPRESS, help='leave out batch norm (mlp)')
-
-
-STORED = 'model', 'vocabulary', 'longest', 'data', 'sha256', 'optimizer'
-
-
-def check_rules(config, rules, names):
-    """The named entries of a stored configuration, read as if they were typed."""
-    return {name: rules[name](str(config[name])) for name in names}
+    for name, (read, metavar, meaning) in flags.items():
+        known = [f'{kind} {own[name]}' for kind, own in choices.items() if own.get(name)]
+        shown = f" ({'; '.join(known)})" if known and metavar else ''
+        how = dict(type=read, metavar=metavar) if metavar else dict(action='store_false')
+        group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **how,
+                           help=meaning + shown)
 
 
 def configure(typed, choices):
@@ -795,57 +772,58 @@ def usable(state, kind='best'):
     return {**state[kind], 'config': state['config'], 'vocabulary': state['vocabulary']}
 
 
-def load(path):
-    """The training state in a checkpoint; refuses one that is not in order in every detail."""
+STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), data=str, sha256=str)
+
+
+def checked(stored, choices, flags):
+    """The training state in the arrays of a checkpoint; raises if any detail is not in order."""
     def expect(condition, what):
         if not condition:
-            raise Refusal(f'{path} is not a checkpoint in good order: {what}')
+            raise ValueError(what)
 
-    try:
-        with np.load(encoded(path), allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise Refusal(f'cannot read {path}: {reason(error)}')
-    except Exception as error:          # a damaged file fails in a dozen ways within zip and npy
-        expect(False, error)
-
-    def take(name, shape, dtype=np.float32):
+    def take(name, *shape, dtype=np.float32):
         array = stored[name]
-        expect(array.dtype == dtype and np.ndim(array) == len(shape) and all(
+        expect(array.dtype == dtype and array.ndim == len(shape) and all(
             size in (None, real) for size, real in zip(shape, array.shape)),
             f'{name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}')
         expect(np.isfinite(array).all(), f'{name} is not finite')
         return array
 
-    try:
-        version = take('format', (), np.int64)
-        known = f'{"newer than" if version > FORMAT else "not"} {FORMAT}, which is known here'
-        expect(version == FORMAT, f'format {version} is {known}')
-        config = json.loads(str(stored['config']))
-        config |= check_rules(config, RULES, [*STORED, *CHOICES[config['model']]])
-        expect(config['embd'] % config.get('heads', 1) == 0, 'its heads do not divide its embd')
-        vocabulary = ''.join(map(chr, take('vocabulary', (config['vocabulary'],), np.int64)))
-        expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
-               'its vocabulary is not in order')
-        shapes = PARAMETERS[config['model']](config)
-        size = sum(map(prod, shapes.values()))
-        state = dict(
-            config=config, vocabulary=vocabulary, step=int(take('step', (), np.int64)),
-            best_step=int(take('best_step', (), np.int64)),
-            history=take('history', (None, 3), np.float64).tolist(),
-            moments=take('moments', (MOMENTS[config['optimizer']], size)))
-        expect(-1 <= state['best_step'] <= state['step'], 'its steps are not')
-        hidden = [shapes['b1']] * 2 if config.get('batchnorm') else []
-        for kind in ('best', 'latest'):
-            state[kind] = dict(
-                p={name: take(f'{kind}.{name}', shape) for name, shape in shapes.items()},
-                statistics={name: take(f'{kind}.{name}', shape)
-                            for name, shape in zip(('bnmean', 'bnvar'), hidden)})
-            expect(np.all(state[kind]['statistics'].get('bnvar', 0) >= 0), 'a variance is negative')
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError,
-            RecursionError, argparse.ArgumentTypeError) as error:
-        expect(False, f'{type(error).__name__} {error}')
+    version = take('format', dtype=np.int64)
+    known = f'{"newer than" if version > FORMAT else "not"} {FORMAT}, which is known here'
+    expect(version == FORMAT, f'format {version} is {known}')
+    config = json.loads(str(stored['config']))
+    rules = {name: flags[name][0] for name in ('model', *choices[config['model']])}
+    config |= {name: read(str(config[name])) for name, read in {**STORED, **rules}.items()}
+    expect(config['embd'] % config.get('heads', 1) == 0, 'its heads do not divide its embd')
+    vocabulary = ''.join(map(chr, take('vocabulary', config['vocabulary'], dtype=np.int64)))
+    expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
+           'its vocabulary is not in order')
+    shapes = PARAMETERS[config['model']](config)
+    state = dict(
+        config=config, vocabulary=vocabulary, step=int(take('step', dtype=np.int64)),
+        best_step=int(take('best_step', dtype=np.int64)),
+        history=take('history', None, 3, dtype=np.float64).tolist(),
+        moments=take('moments', None, sum(map(prod, shapes.values()))))
+    expect(-1 <= state['best_step'] <= state['step'], 'its steps are not')
+    statistics = ('bnmean', 'bnvar') if config.get('batchnorm') else ()
+    for kind in 'best', 'latest':
+        state[kind] = dict(
+            p={name: take(f'{kind}.{name}', *shape) for name, shape in shapes.items()},
+            statistics={name: take(f'{kind}.{name}', *shapes['b1']) for name in statistics})
+        expect(np.all(state[kind]['statistics'].get('bnvar', 0) >= 0), 'a variance is negative')
     return state
+
+
+def load(path, choices=CHOICES, flags=FLAGS):
+    """The training state in a checkpoint; refuses one that is not in good order."""
+    try:
+        with np.load(encoded(path), allow_pickle=False) as file:
+            return checked({name: file[name] for name in file.files}, choices, flags)
+    except OSError as error:
+        raise Refusal(f'cannot read {path}: {reason(error)}')
+    except Exception as error:          # what is damaged or edited fails in a dozen ways
+        raise Refusal(f'{path} is not a checkpoint in good order: {type(error).__name__}: {error}')
 
 
 # ---- python model.py
@@ -855,7 +833,7 @@ def main(argv=None):
     """Show a model: its parameters, the shapes of one batch, two faults of naive first values."""
     parser = argparse.ArgumentParser(
         'model.py', description='Show the shapes of a model, and what naive first values do.')
-    add_model_flags(parser, CHOICES)
+    add_flags(parser, 'the model', FLAGS, CHOICES)
     config = configure(vars(parser.parse_args(argv)), CHOICES)
     kind = config['model']
     vocabulary, examples = own_examples(config)

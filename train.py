@@ -59,6 +59,7 @@ def adam(w, dw, moments, lr, t):
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
+MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
@@ -273,11 +274,12 @@ def train(run, out, aside):
     The state is kept in the file `out`; what stands there at first goes `aside`.
     """
     config, state = run['config'], run['state']
-    first, steps, every = state['step'], config['steps'], config['eval_every']
+    first, steps = state['step'], config['steps']
+    every = config['eval_every'] or max(1, steps // 10)
     signals, smooth, pause, begun = [], 0, 0, time.perf_counter()
 
     def is_due(step):
-        planned = step == steps or every and step and step % every == 0
+        planned = step == steps or step and step % every == 0
         return planned and step not in [row[0] for row in state['history'][-1:]]
 
     def milestone():
@@ -358,35 +360,30 @@ def plot(state, words, path):
 
 CHOICES = dict(
     mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=110000, batch=32, lr=0.002, seed=1,
-             optimizer='adam', weight_decay=0., eval_every=None, backward='fused'),
+             optimizer='adam', weight_decay=0., eval_every=0, backward='fused'),
     gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=8000, batch=32, lr=0.0015, seed=1,
-             optimizer='adam', weight_decay=0.1, eval_every=None, dropout=0.02,
+             optimizer='adam', weight_decay=0.1, eval_every=0, dropout=0.02,
              threads=min(2, os.cpu_count() or 1)))
 
-RULES = {
-    **m.RULES, 'data': m.text, 'max_len': number(int, 1), 'steps': number(int, 0),
-    'batch': number(int, 1), 'lr': number(float, 0), 'seed': number(int, 0),
-    'optimizer': one_of(*OPTIMIZERS), 'weight_decay': number(float, 0),
-    'dropout': number(float, 0, 0.99), 'eval_every': number(int, 0),
-    'backward': one_of('fused', 'steps'), 'threads': number(int, 1, 64)}
+TRAINING = dict(
+    data=(m.text, 'FILE', 'UTF-8 text, one word a line; default data/names.txt'),
+    max_len=(number(int, 1), 'N', 'skip longer words'),
+    steps=(number(int, 0), 'N', 'steps to train'),
+    batch=(number(int, 1), 'N', 'characters or names in a step'),
+    lr=(number(float, 0), 'F', 'highest learning rate'),
+    optimizer=(one_of(*OPTIMIZERS), 'NAME', ', '.join(OPTIMIZERS)),
+    weight_decay=(number(float, 0), 'F', 'decoupled, of matrices, as in AdamW'),
+    dropout=(number(float, 0, 0.99), 'F', 'share of the stream that is dropped'),
+    seed=(number(int, 0), 'N', 'for first values, order and dropout'),
+    eval_every=(number(int, 0), 'N', 'steps between evaluations; 0: a tenth of all'),
+    backward=(one_of('fused', 'steps'), 'WAY', 'fused, or steps: one operation a line'),
+    threads=(number(int, 1, 64), 'N', 'shares of a batch, worked on at once'))
 
 
 def read_command_line(argv):
     parser = argparse.ArgumentParser('train.py', description='Train on a list of words.')
-    m.add_model_flags(parser, CHOICES)
-    m.add_flags(parser, 'the training', RULES, CHOICES, (
-        ('data', 'FILE', 'UTF-8 text, one word a line; default data/names.txt'),
-        ('max_len', 'N', 'skip longer words'),
-        ('steps', 'N', 'steps to train'),
-        ('batch', 'N', 'characters (mlp) or names (gpt) in a step'),
-        ('lr', 'F', 'highest learning rate'),
-        ('optimizer', 'NAME', 'adam, momentum or sgd'),
-        ('weight_decay', 'F', 'pull of matrices towards zero, decoupled as in AdamW'),
-        ('dropout', 'F', 'share of the stream that is dropped'),
-        ('seed', 'N', 'for first values, order and dropout'),
-        ('eval_every', 'N', 'steps between evaluations, 0: only one at the end; default a tenth'),
-        ('backward', 'WAY', 'fused, or steps: the column of single operations'),
-        ('threads', 'N', 'shares of a batch, worked on at once')))
+    m.add_flags(parser, 'the model', m.FLAGS, CHOICES)
+    m.add_flags(parser, 'the training', TRAINING, CHOICES)
     group = parser.add_argument_group('the run')
     group.add_argument('--out', type=m.text, metavar='FILE',
                        help='checkpoint; default out/MODEL.npz')
@@ -400,8 +397,6 @@ def read_command_line(argv):
 def start(typed):
     """The state of a new run, and the words it is for."""
     config = m.configure(typed, CHOICES)
-    if config['eval_every'] is None:
-        config['eval_every'] = max(1, config['steps'] // 10)
     if config.get('batchnorm') and config['batch'] == 1:
         raise Refusal('--batch 1 with batch norm: one value has no variance; '
                       'take --batch 2 or more, or --no-batchnorm')
@@ -416,19 +411,17 @@ def start(typed):
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     latest = dict(p=m.views(m.PARAMETERS[config['model']](config), flat), statistics={})
-    moments = np.zeros((m.MOMENTS[config['optimizer']], len(flat)), np.float32)
+    moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
                 moments=moments, latest=latest), words
 
 
 def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with."""
-    state = m.load(out)
-    try:
-        names = [*m.STORED, *CHOICES[state['config']['model']]]
-        config = state['config'] = m.check_rules(state['config'], RULES, names)
-    except (KeyError, argparse.ArgumentTypeError) as error:
-        raise Refusal(f'{out} is not a checkpoint in good order: {error}')
+    state = m.load(out, CHOICES, {**m.FLAGS, **TRAINING})
+    config = state['config']
+    if len(state['moments']) != MOMENTS[config['optimizer']]:
+        raise Refusal(f"{out} has not the moments of {config['optimizer']}")
     for name in typed:
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
             value = '' if name == 'batchnorm' else f' {typed[name]}'
