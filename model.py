@@ -767,11 +767,6 @@ def save(path, state, aside=None):
         raise Refusal(f'cannot write {text(path)}: {reason(error)}; what stood there still does')
 
 
-def usable(state, kind='best'):
-    """The best or the latest parameters of a training state, as a model to predict with."""
-    return {**state[kind], 'config': state['config'], 'vocabulary': state['vocabulary']}
-
-
 STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), data=str, sha256=str)
 
 
@@ -809,6 +804,7 @@ def checked(stored, choices, flags):
     statistics = ('bnmean', 'bnvar') if config.get('batchnorm') else ()
     for kind in 'best', 'latest':
         state[kind] = dict(
+            config=config, vocabulary=vocabulary,
             p={name: take(f'{kind}.{name}', *shape) for name, shape in shapes.items()},
             statistics={name: take(f'{kind}.{name}', *shapes['b1']) for name in statistics})
         expect(np.all(state[kind]['statistics'].get('bnvar', 0) >= 0), 'a variance is negative')

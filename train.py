@@ -149,14 +149,15 @@ def batches(config, examples, step):
 # and for each thread a room: the activations a, their gradients d, the parameters' gradients g.
 
 def new_run(state, examples, pool):
-    config = state['config']
+    config, latest = state['config'], state['latest']
     shapes = m.PARAMETERS[config['model']](config)
-    flat = np.concatenate([w.ravel() for w in state['latest']['p'].values()])   # (size,)
+    flat = np.concatenate([w.ravel() for w in latest['p'].values()])            # (size,)
+    latest['p'] = m.views(shapes, flat)
     rooms = [dict(flat_g=np.zeros_like(flat)) for _ in range(config.get('threads', 1))]
     for room in rooms:
         room['g'] = m.views(shapes, room['flat_g'])
     return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
-                p=m.views(shapes, flat), rooms=rooms)
+                p=latest['p'], rooms=rooms)
 
 
 def make_room(config, room, N, P):
@@ -233,35 +234,30 @@ def evaluate(model, examples, pool):
     return sum(losses) / sum(rows)
 
 
-def sample(state, kind, n):
+def sample(model, step, n):
     """Names from a generator of their own, so that training does not depend on them."""
-    rng = np.random.default_rng((NAMES, state['config']['seed'], state['step']))
-    return m.generate(m.usable(state, kind), n, rng)
+    return m.generate(model, n, np.random.default_rng((NAMES, model['config']['seed'], step)))
 
 
 # ---- The run
 
 def keep(run, evaluated, out, aside):
-    """Put the parameters into the state, evaluated or not, and the state into the file `out`."""
+    """Save the state in the file `out`, after an evaluation or without one."""
     state, config, examples = run['state'], run['config'], run['examples']
-    p = m.views(m.PARAMETERS[config['model']](config), run['flat'].copy())
-    normed = config.get('batchnorm')
-    statistics = m.batchnorm_statistics(config, p, examples['train']) if normed else {}
-    latest = dict(p=p, statistics=statistics)
-    losses = []
+    latest, losses = state['latest'], []
+    if config.get('batchnorm'):
+        latest['statistics'] = m.batchnorm_statistics(config, latest['p'], examples['train'])
     if evaluated:
-        model = m.usable({**state, 'latest': latest}, 'latest')
-        losses = [evaluate(model, examples[part], run['pool']) for part in ('sample', 'dev')]
-    for array in (run['flat'], state['moments'], losses, *statistics.values()):
+        losses = [evaluate(latest, examples[part], run['pool']) for part in ('sample', 'dev')]
+    for array in (run['flat'], state['moments'], losses, *latest['statistics'].values()):
         if not np.isfinite(array).all():
             raise FloatingPointError
-    state['latest'] = latest
     if evaluated:
         if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
-            state['best'], state['best_step'] = state['latest'], state['step']
+            state['best_step'] = state['step']
         state['history'].append((state['step'], *losses))
-    if state['best_step'] < 0:          # nothing was evaluated yet, so nothing better is known
-        state['best'] = state['latest']
+    if state['best_step'] in (-1, state['step']):          # -1: nothing was evaluated yet
+        state['best'] = {**latest, 'p': {name: w.copy() for name, w in latest['p'].items()}}
     m.save(out, state, aside)
     run['kept'] = state['step']
     if aside:
@@ -290,7 +286,7 @@ def train(run, out, aside):
         step, train_loss, dev_loss = state['history'][-1]
         left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
         say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
-            f"{' '.join(sample(state, 'latest', 3))}")
+            f"{' '.join(sample(state['latest'], step, 3))}")
         pause += time.perf_counter() - paused
 
     handled = signal.SIGINT, signal.SIGTERM
@@ -410,7 +406,8 @@ def start(typed):
     vocabulary = m.make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
-    latest = dict(p=m.views(m.PARAMETERS[config['model']](config), flat), statistics={})
+    latest = dict(config=config, vocabulary=vocabulary, statistics={},
+                  p=m.views(m.PARAMETERS[config['model']](config), flat))
     moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
                 moments=moments, latest=latest), words
@@ -513,12 +510,12 @@ def main(argv=None):
             command = shlex.join(['python', 'train.py', '--resume', '--out', out])
             say(f"stopped at step {state['step']}, all of it kept; to go on: {command}")
             return 128 + signals[0]
-        best = m.usable(state)
+        best = state['best']
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
     print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
           f"best at step {state['best_step']}, kept in {out}")
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
-    print(*sample(state, 'best', 10), sep='\n')
+    print(*sample(best, state['step'], 10), sep='\n')
     if picture:
         plot(state, words, picture)
 

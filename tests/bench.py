@@ -340,7 +340,7 @@ def sample(kept, rounds, pool):
     turns, sizes = {}, {}
     for kind, steps in dict(mlp=4000, gpt=400).items():
         job = prepare(kind)
-        best = m.usable(train_quietly(job, steps, pool)[1])
+        best = train_quietly(job, steps, pool)[1]['best']
         rng = np.random.default_rng(0)
         sizes[kind] = len(job.parts['dev']), len(''.join(job.parts['dev'])) + len(job.parts['dev'])
         turns[kind, 'names'] = turn(lambda best=best, rng=rng: m.generate(best, 1000, rng))
