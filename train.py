@@ -161,20 +161,18 @@ def new_run(state, examples, pool):
 
 
 def make_room(config, room, N, P):
-    """Lay out room['a'] and room['d'] for N rows and P pairs, anew only if the sizes changed."""
-    if room.get('sizes') == (N, P):
-        return
-    shapes = m.ACTIVITY[config['model']](config, N, P)
-    for name in 'ad':
+    """Lay out room['a'] and room['d'] for N rows and P pairs, in vectors that grow if need be."""
+    if room.get('sizes') != (N, P):
+        shapes = m.ACTIVITY[config['model']](config, N, P)
         size = sum(map(math.prod, shapes.values()))
-        if size > len(room.get('flat_' + name, ())):
-            room['flat_' + name] = np.empty(size, np.float32)
-        room[name] = m.views(shapes, room['flat_' + name])
-    room['sizes'] = N, P
+        if size > len(room.get('flat_a', ())):
+            room['flat_a'], room['flat_d'] = np.empty((2, size), np.float32)
+        room.update(sizes=(N, P), a=m.views(shapes, room['flat_a']),
+                    d=m.views(shapes, room['flat_d']))
 
 
-def gradient(run, share, step, thread):
-    """Loss of a share of a batch; its gradient fills g in the room of the thread."""
+def gradient(run, share, step, thread, rows):
+    """What a share adds to the mean loss over all rows; fills g of its thread the same way."""
     config, p, room = run['config'], run['p'], run['rooms'][thread]
     kind, masks = config['model'], {}
     if config.get('backward') == 'steps':
@@ -192,23 +190,21 @@ def gradient(run, share, step, thread):
         masks['masks'] = kept * np.float32(1 / (1 - config['dropout']))         # (2*L, N, E)
     loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
     backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
-    return loss
+    if N < rows:
+        room['flat_g'] *= N / rows
+    return loss * N / rows
 
 
 def train_step(run, shares, step):
     """Take a step on a batch, given in shares; returns its loss before the step."""
-    config, rooms = run['config'], run['rooms']
-    g = rooms[0]['flat_g']                                                      # (size,)
-    others = [run['pool'].submit(gradient, run, share, step, thread)
+    config, rooms, pool = run['config'], run['rooms'], run['pool']
+    rows = sum(len(share[1]) for share in shares)
+    others = [pool.submit(gradient, run, share, step, thread, rows)
               for thread, share in enumerate(shares[1:], 1)]
-    loss = gradient(run, shares[0], step, 0)
-    if others:                          # a mean over all rows: each share counts by its rows
-        losses = [loss, *(other.result() for other in others)]
-        rows = [len(share[1]) for share in shares]
-        loss = np.average(losses, weights=rows)
-        g *= rows[0] / sum(rows)
-        for room, N in zip(rooms[1:], rows[1:]):
-            g += room['flat_g'] * np.float32(N / sum(rows))
+    loss, g = gradient(run, shares[0], step, 0, rows), rooms[0]['flat_g']       # (size,)
+    for other, room in zip(others, rooms[1:]):
+        loss += other.result()
+        g += room['flat_g']                                                     # (size,)
     lr = learning_rate(config, step)
     if config['weight_decay']:
         for name, w in run['p'].items():
