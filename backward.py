@@ -302,7 +302,7 @@ def mlp_backward(config, p, batch, a, d, g):
         batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
                            d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
     linear_backward(d['hprebn'], a['emb'], p['W1'], d['emb'], g['W1'], g['b1'])    # (N, T*E)
-    g['C'][:] = 0                                                               # (V, E)
+    g['C'].fill(0)                                                              # (V, E)
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
@@ -333,7 +333,7 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
         linear_backward(d['qkv'][l], a['normed'][i], p['Wqkv'][l], d['normed'][i], g['Wqkv'][l],
                         None)
         norm_backward(d['normed'][i], p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
-    g['P'][:] = 0                                                               # (T, E)
+    g['P'].fill(0)                                                              # (T, E)
     embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
     # dC, 2 of 2: the table as input
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)

@@ -198,7 +198,7 @@ def gradient(run, share, step, thread, rows):
 def train_step(run, shares, step):
     """Take a step on a batch, given in shares; returns its loss before the step."""
     config, rooms, pool = run['config'], run['rooms'], run['pool']
-    rows = sum(len(share[1]) for share in shares)
+    rows = sum([len(share[1]) for share in shares])
     others = [pool.submit(gradient, run, share, step, thread, rows)
               for thread, share in enumerate(shares[1:], 1)]
     loss, g = gradient(run, shares[0], step, 0, rows), rooms[0]['flat_g']       # (size,)

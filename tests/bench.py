@@ -6,6 +6,7 @@ each round. A cell states the median of the rounds and, in brackets, the quartil
 """
 import argparse
 import contextlib
+import copy
 import io
 import json
 import os
@@ -109,7 +110,7 @@ def prepare(kind, **typed):
 
 def ours(job, pool=None, batches=None):
     """Each next() takes one bare step of training, on batches that are ready; gives the loss."""
-    run = train.new_run(job.state, job.examples, pool)
+    run = train.new_run(copy.deepcopy(job.state), job.examples, pool)
     for step, shares in enumerate(cycle(batches or job.batches)):
         yield train.train_step(run, shares, step)
 
@@ -305,7 +306,8 @@ def train_quietly(job, steps, pool):
            for part, words in job.parts.items()}
     examples = dict(few, train=job.examples['train'])
     examples['sample'] = few['train']
-    run = train.new_run({**job.state, 'config': config, 'history': []}, examples, pool)
+    state = copy.deepcopy({**job.state, 'config': config, 'history': []})
+    run = train.new_run(state, examples, pool)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
         speed, _ = train.train(run, os.path.join(folder, 'model.npz'), None)
     return speed, run['state']
