@@ -232,32 +232,30 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
     """dqkv (N,3E) from dctx (N,E), as far as the diagonal; dweights (A,P). Source: A.5."""
     N, E = dctx.shape
     A = len(weights)
-    S = E // A
-    scale = dctx.dtype.type(1 / sqrt(S))
+    parts, dparts = qkv.reshape(N, 3, A, E // A), dqkv.reshape(N, 3, A, E // A)
+    dheads = dctx.reshape(N, A, E // A)
+    scale = dctx.dtype.type(1 / sqrt(E // A))
     dqkv[:] = 0
     pair = 0
     for i in range(N):
         seen = i - first[i] + 1
         for a in range(A):
-            dc = dctx[i, a*S:a*S + S]
+            dc = dheads[i, a]
             w = weights[a, pair:pair + seen]
             dw = dweights[a, pair:pair + seen]
             for j in range(seen):
-                v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S]
-                dv = dqkv[first[i] + j, 2*E + a*S:2*E + a*S + S]
+                v, dv = parts[first[i] + j, 2, a], dparts[first[i] + j, 2, a]
                 dot = dctx.dtype.type(0)
-                for e in range(S):
+                for e in range(len(dc)):
                     dot += dc[e] * v[e]
                     dv[e] += w[j] * dc[e]
                 dw[j] = dot
             softmax_backward(dw, w, dw)
-            q = qkv[i, a*S:a*S + S]
-            dq = dqkv[i, a*S:a*S + S]
+            q, dq = parts[i, 0, a], dparts[i, 0, a]
             for j in range(seen):
-                k = qkv[first[i] + j, E + a*S:E + a*S + S]
-                dk = dqkv[first[i] + j, E + a*S:E + a*S + S]
+                k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a]
                 dscore = scale * dw[j]
-                for e in range(S):
+                for e in range(len(dq)):
                     dq[e] += dscore * k[e]
                     dk[e] += dscore * q[e]
         pair += seen
@@ -302,7 +300,7 @@ def mlp_backward(config, p, batch, a, d, g):
         batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
                            d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
     linear_backward(d['hprebn'], a['emb'], p['W1'], d['emb'], g['W1'], g['b1'])    # (N, T*E)
-    g['C'].fill(0)                                                              # (V, E)
+    g['C'][:] = 0                                                               # (V, E)
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
 
@@ -333,7 +331,7 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
         linear_backward(d['qkv'][l], a['normed'][i], p['Wqkv'][l], d['normed'][i], g['Wqkv'][l],
                         None)
         norm_backward(d['normed'][i], p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
-    g['P'].fill(0)                                                              # (T, E)
+    g['P'][:] = 0                                                               # (T, E)
     embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
     # dC, 2 of 2: the table as input
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)

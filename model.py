@@ -381,27 +381,27 @@ def attention(qkv, rows, first, weights, ctx):
     the other. It loops only as far as the diagonal, so no mask exists.
     """
     N, E = ctx.shape
-    A = len(weights)
-    S = E // A
-    scale = ctx.dtype.type(1 / sqrt(S))
+    M, A = len(qkv), len(weights)
+    parts, heads = qkv.reshape(M, 3, A, E // A), ctx.reshape(N, A, E // A)
+    scale = ctx.dtype.type(1 / sqrt(E // A))
     pair = 0
     for i in range(N):
         seen = rows[i] - first[i] + 1
         for a in range(A):
-            q = qkv[rows[i], a*S:a*S + S]
+            q = parts[rows[i], 0, a]
             w = weights[a, pair:pair + seen]
             for j in range(seen):
-                k = qkv[first[i] + j, E + a*S:E + a*S + S]
+                k = parts[first[i] + j, 1, a]
                 score = ctx.dtype.type(0)
-                for e in range(S):
+                for e in range(len(q)):
                     score += q[e] * k[e]
                 w[j] = score * scale
             softmax(w, w)
-            c = ctx[i, a*S:a*S + S]
+            c = heads[i, a]
             c[:] = 0
             for j in range(seen):
-                v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S]
-                for e in range(S):
+                v = parts[first[i] + j, 2, a]
+                for e in range(len(c)):
                     c[e] += w[j] * v[e]
         pair += seen
 
