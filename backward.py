@@ -1,21 +1,21 @@
 """A language model from scratch, file 2 of 4: every gradient of model.py, by hand, and its proof.
 
 The functions stand in the order of model.py, X_backward for X. dX is the derivative of the loss
-by X, and has exactly the shape of X. The first contribution to a gradient is written with =,
-each later one with +=. Run as a script, this file proves itself: python backward.py.
+by X, and has exactly the shape of X. The first contribution to a gradient is written with =, each
+later one with +=; a layer that always adds says so. Run as a script, this file proves itself.
 """
 import argparse
 import inspect
 import sys
 from math import sqrt
 
-import numpy as np
-
 import model as m
 from model import GELU_A, GELU_C, MLP_PARAMETERS, kernel
 
+import numpy as np
 
-# ---- The MLP in single operations, from the loss back to C
+
+# ---- The column, from the loss back to C
 
 def mlp_steps_backward(p, X, Y, a):
     """The gradient of every value that mlp_steps computes and of every parameter, by name."""
@@ -89,7 +89,7 @@ def mlp_steps_backward(p, X, Y, a):
 
 @kernel
 def embedding_backward(demb, X, dC):
-    """Each row of dC gathers from its copies. It adds: dC holds zeros or a first contribution."""
+    """Each row of dC (V,E) gathers from its copies in demb (N,T*E). Adds to dC. Source: A.6."""
     N, T = X.shape
     E = dC.shape[1]
     for k in range(N):
@@ -100,7 +100,7 @@ def embedding_backward(demb, X, dC):
 
 @kernel
 def add_bias_backward(dy, db):
-    """db (O,): the sum of the rows of dy (N,O), to each of which b was added."""
+    """db (O,): the sum of the rows of dy (N,O), to each of which b was added. Source: A.5."""
     db[:] = 0
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
@@ -108,7 +108,7 @@ def add_bias_backward(dy, db):
 
 
 def linear_backward(dy, x, W, dx, dW, db):
-    """dx = dy W^T, dW = x^T dy: read off the shapes. Source: A.5."""
+    """dx = dy W^T, dW = x^T dy: read off the shapes (N,I) (I,O) (N,O). Source: A.5."""
     dy.dot(W.T, out=dx)                                    # (N, I)
     x.T.dot(dy, out=dW)                                    # (I, O)
     if db is not None:
@@ -117,7 +117,7 @@ def linear_backward(dy, x, W, dx, dW, db):
 
 @kernel
 def batchnorm_backward(dy, gain, raw, var_inv, dx, dgain, dbias):
-    """In one expression, from the column: mean and variance depend on every row of x (N,H)."""
+    """Two terms beside dy: mean and variance depend on every row of x (N,H). Source: A.4."""
     N, H = dy.shape
     dgain[:] = 0
     dbias[:] = 0
@@ -125,19 +125,18 @@ def batchnorm_backward(dy, gain, raw, var_inv, dx, dgain, dbias):
         for j in range(H):
             dgain[j] += dy[i, j] * raw[i, j]
             dbias[j] += dy[i, j]
-    n = dy.dtype.type(N)
-    bessel = dy.dtype.type(N / (N - 1))
+    n, n1 = dy.dtype.type(N), dy.dtype.type(N - 1)         # n - 1 is Bessel's, of the variance
     for i in range(N):
         for j in range(H):
-            dx[i, j] = gain[j] * var_inv[j] / n * (
-                n * dy[i, j] - dbias[j] - bessel * raw[i, j] * dgain[j])
+            dx[i, j] = gain[j] * var_inv[j] * (
+                dy[i, j] - dbias[j] / n - raw[i, j] * dgain[j] / n1)
 
 
 @kernel
 def rmsnorm_backward(dy, gain, raw, rms_inv, dx, dgain):
     """The sum couples the components: all of them went into the root mean square. Source: A.4.
 
-    It adds to dx, which holds zeros or what came past the branch.
+    It adds to dx (N,E), which holds zeros or what came past the branch.
     """
     N, E = dy.shape
     dgain[:] = 0
@@ -151,22 +150,11 @@ def rmsnorm_backward(dy, gain, raw, rms_inv, dx, dgain):
             dx[i, j] += rms_inv[i] * (gain[j] * dy[i, j] - raw[i, j] * coupling)
 
 
-@kernel
 def layernorm_backward(dy, gain, raw, std_inv, dx, dgain):
-    """As RMSNorm's, and one term more: the mean depends on every component too. Adds to dx."""
-    N, E = dy.shape
-    dgain[:] = 0
-    for i in range(N):
-        mean = dy.dtype.type(0)
-        coupling = dy.dtype.type(0)
-        for j in range(E):
-            dgain[j] += dy[i, j] * raw[i, j]
-            mean += gain[j] * dy[i, j]
-            coupling += gain[j] * dy[i, j] * raw[i, j]
-        mean /= dy.dtype.type(E)
-        coupling /= dy.dtype.type(E)
-        for j in range(E):
-            dx[i, j] += std_inv[i] * (gain[j] * dy[i, j] - mean - raw[i, j] * coupling)
+    """RMSNorm's, and what took the mean from x takes it from the gradient. Adds to dx (N,E)."""
+    dcentred = np.zeros_like(dx)                                                # (N, E)
+    rmsnorm_backward(dy, gain, raw, std_inv, dcentred, dgain)                   # (N, E)
+    dx += dcentred - dcentred.mean(1, keepdims=True)                            # (N, E)
 
 
 NORMS_BACKWARD = dict(rmsnorm=rmsnorm_backward, layernorm=layernorm_backward)
@@ -229,7 +217,10 @@ def softmax_backward(dprobs, probs, dz):
 
 @kernel
 def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
-    """dqkv (N,3E) from dctx (N,E), as far as the diagonal; dweights (A,P). Source: A.5."""
+    """dqkv (N,3E) from dctx (N,E); dweights (A,P) is room. Every row asks: rows[i] is i.
+
+    Source: A.5.
+    """
     N, E = dctx.shape
     A = len(weights)
     parts, dparts = qkv.reshape(N, 3, A, E // A), dqkv.reshape(N, 3, A, E // A)
@@ -250,7 +241,7 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
                     dot += dc[e] * v[e]
                     dv[e] += w[j] * dc[e]
                 dw[j] = dot
-            softmax_backward(dw, w, dw)
+            softmax_backward(dw, w, dw)                    # now dw is of the scores
             q, dq = parts[i, 0, a], dparts[i, 0, a]
             for j in range(seen):
                 k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a]
@@ -295,7 +286,7 @@ def mlp_backward(config, p, batch, a, d, g):
     linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
     ACTIVATIONS_BACKWARD[config['act']](d['h'], a['hpreact'], a['s'], a['h'], d['hpreact'])
     if not config['batchnorm']:
-        d['hprebn'] = d['hpreact']                                              # (N, H)
+        d['hprebn'] = d['hpreact']                         # (N, H)  the same array, not a copy
     else:
         batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
                            d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
@@ -411,13 +402,10 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
         result = forward(*(after[name] for name in reads))
         return after, (weights * after[output]).sum() if output in values else result
 
-    def corners():
-        return values['x'] > 0 if forward in (m.relu, m.leaky_relu) else 0
-
     after, _ = run()
     twin(*(d[name] if name in d else after[name] for name in twin_reads))
     blocks = {name: (values[name], d['d' + name]) for name in inputs}
-    return prove(lambda: run()[1], blocks, rng, corners=corners)
+    return prove(lambda: run()[1], blocks, rng)
 
 
 def prove_layers(rng, dtype):
@@ -443,19 +431,10 @@ def prove_layers(rng, dtype):
         yield forward.__name__, prove_layer(forward, inputs, given, filled, rng, dtype)
 
 
-def random_parameters(config, rng, dtype):
-    """First values and noise on all of them, so that no gain is 1, no bias 0, no branch small."""
-    flat = m.make_parameters(config, rng, dtype)
-    for name, w in m.views(m.PARAMETERS[config['model']](config), flat).items():
-        spread = 1 / sqrt(w.shape[-2]) if name[0].isupper() else 0.3
-        w += spread * rng.standard_normal(w.shape)
-    return flat
-
-
 def run_model(config, flat, batch, **masks):
     """Forward and backward in new arrays: the loss as a function, and what was filled.
 
-    With `--backward steps` it is the column, of which the tests prove all values in between too.
+    With `--backward steps` it is the column; the tests prove all values on its way, too.
     """
     kind, dtype = config['model'], flat.dtype
     p = m.views(m.PARAMETERS[kind](config), flat)
@@ -479,11 +458,12 @@ def prove_model(config, batch, rng, dtype, samples=None):
     if rate:
         masks['masks'] = (rng.random((2*config['layers'], len(batch[1]), config['embd']))
                           >= rate) * dtype.type(1 / (1 - rate))
-    loss, p, a, _, g = run_model(config, random_parameters(config, rng, dtype), batch, **masks)
+    flat = m.make_parameters(config, rng, dtype)
+    flat += 0.3 * rng.standard_normal(flat.shape)          # no gain 1, no bias 0, no branch small
+    loss, p, a, _, g = run_model(config, flat, batch, **masks)
     blocks = {name: (w, g[name]) for name, w in p.items()}
     before = a['hpreact' if config['model'] == 'mlp' else 'up']
-    rectifier = config['act'] in ('relu', 'leaky_relu')
-    return prove(loss, blocks, rng, samples, lambda: before > 0 if rectifier else 0)
+    return prove(loss, blocks, rng, samples, lambda: before > 0 if 'relu' in config['act'] else 0)
 
 
 # ---- python backward.py
@@ -523,6 +503,7 @@ SMALL = dict(mlp=dict(embd=3, hidden=5), gpt=dict(embd=8, layers=2, heads=2))
 
 @m.command
 def main(argv=None):
+    """Prove all layers and both models, or one of a kind that is typed; status 1 if one fails."""
     parser = argparse.ArgumentParser(
         'backward.py', description='Prove every gradient against differences of the loss.')
     choices = {kind: {**m.CHOICES[kind], **SMALL[kind]} for kind in SMALL}

@@ -15,7 +15,8 @@ import unicodedata
 import warnings
 from math import exp, log, prod, sqrt
 
-os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # --threads split the batch, not each product
+os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')         # one core for a product: train.py gives
+                                                           # each core a share of the batch instead
 
 import numba
 import numpy as np
@@ -32,7 +33,8 @@ import numpy as np
 #   P  pairs of a character with itself or one before it in its name          1000 or so
 #   M  rows that attention looks at: N, or all that are remembered while names are generated
 #
-# Parameters with a capital letter (C, W1, ...) are matrices, the others (b1, gain, ...) vectors.
+# Parameters with a capital letter (C, W1, ...) are matrices, in the GPT one for each layer; the
+# others (b1, gain, ...) are vectors.
 
 
 class Refusal(Exception):
@@ -44,30 +46,6 @@ def reason(error):
     return getattr(error, 'strerror', None) or str(error) or 'not enough memory'
 
 
-def command(main):
-    """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
-    def run(argv=None):
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            encoding = stream.encoding if stream.isatty() else 'utf-8'
-            stream.reconfigure(encoding=encoding, errors='backslashreplace')
-        # what overflows is not finite, and that is looked for where it matters
-        warnings.filterwarnings('ignore', category=RuntimeWarning)
-        try:
-            status = main(argv)
-            print(end='', flush=True)
-            return status or 0
-        except KeyboardInterrupt:
-            print('interrupted', file=sys.stderr)
-            return 130
-        except (Refusal, MemoryError, OSError) as error:
-            if not isinstance(error, BrokenPipeError):     # else the reader has seen enough
-                print(f'{os.path.basename(sys.argv[0])}: {reason(error)}', file=sys.stderr)
-            if not isinstance(error, Refusal):             # nothing more can be written
-                sys.stdout = None
-            return 0 if isinstance(error, BrokenPipeError) else 2
-    return run
-
-
 # ---- Words, one a line of a text file
 
 def text(argument):
@@ -75,8 +53,8 @@ def text(argument):
     return os.fsencode(argument).decode('utf-8', 'surrogateescape')
 
 
-def encoded(path):
-    """The name of a file as the file system has it: the inverse of text()."""
+def path_bytes(path):
+    """The name of a file as the file system has it: undoes text()."""
     return path.encode('utf-8', 'surrogateescape')
 
 
@@ -87,9 +65,12 @@ def data_path(config):
 
 
 def read_lines(path):
-    """The lines of a UTF-8 file, in NFC and without spaces at the edges, and the file's sha256."""
+    """The lines of a UTF-8 file, in NFC and without spaces at the edges, and the file's sha256.
+
+    Refuses what cannot be read and what is no UTF-8 text.
+    """
     try:
-        with open(encoded(path), 'rb') as file:
+        with open(path_bytes(path), 'rb') as file:
             raw = file.read()
     except (OSError, ValueError) as error:
         raise Refusal(f'cannot read {path}: {reason(error)}; it takes a text, one word a line')
@@ -117,9 +98,9 @@ def make_vocabulary(words):
 def encode(words, vocabulary, T):
     """The ids of all words in one line, with T boundaries before each word and after the last."""
     between = '\0' * T
-    text = between + between.join(words) + between
+    line = between + between.join(words) + between
     characters = np.frombuffer(vocabulary.encode('utf-32-le'), np.uint32)
-    return np.searchsorted(characters, np.frombuffer(text.encode('utf-32-le'), np.uint32))
+    return np.searchsorted(characters, np.frombuffer(line.encode('utf-32-le'), np.uint32))
 
 
 # What batches are made of: characters to predict for the MLP, whole names for the GPT.
@@ -128,11 +109,11 @@ def mlp_examples(config, words, vocabulary):
     """The line of ids, and the place in it of each character to predict, each word's end too."""
     T = config['context']
     line = encode(words, vocabulary, T)
-    return line, T + np.flatnonzero(line[T:] | line[T - 1:-1])
+    return line, T + np.flatnonzero(line[T:] | line[T - 1:-1])     # a character, or behind one
 
 
 def mlp_batch(config, examples, chosen):
-    """The T ids before each chosen place, and the id in it."""
+    """The T ids before each chosen place, and the id in it; `chosen` may be a block of batches."""
     line, places = examples
     places = places[chosen]
     X = line[places[..., None] + np.arange(-config['context'], 0)]              # (N, T)
@@ -141,7 +122,10 @@ def mlp_batch(config, examples, chosen):
 
 
 def gpt_examples(config, words, vocabulary):
-    """The line of ids, where in it each word begins (the boundary before it), and the lengths."""
+    """The line of ids, the place of the boundary before each word, and how many rows it gives.
+
+    These are its characters and its end.
+    """
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
     return line, boundaries[:-1], np.diff(boundaries)
@@ -162,7 +146,10 @@ def gpt_batch(config, examples, chosen):
     return X, Y, rows, first
 
 
-# ---- The MLP in single operations
+# ---- The MLP in single operations: the column
+#
+# C holds the embedding of each character; W1 and b1 lead to the hidden units, which batch norm
+# scales by bngain and shifts by bnbias; W2 and b2 lead to the logits.
 
 MLP_PARAMETERS = 'C', 'W1', 'b1', 'bngain', 'bnbias', 'W2', 'b2'
 
@@ -205,11 +192,12 @@ def mlp_steps(p, X, Y):
 
 # ---- Layers
 #
-# A layer reads its first arguments and fills its last ones, which exist already: nothing is
-# allocated while training. Matrix products and tanh of whole arrays are NumPy's. The rest, which
-# in NumPy would be several passes over memory, are kernels: loops that Numba compiles when first
+# A layer reads its first arguments and fills its last ones, which exist already: the large arrays
+# of a step are made once. Matrix products, exp and tanh of whole arrays are NumPy's. The rest would
+# take NumPy several passes over memory. These are kernels: loops that Numba compiles when first
 # called, in float32 to train and in float64 to prove. x.dtype.type(0) is a zero of x's own kind.
-# The fastmath flags let loops be vectorized and leave NaN and infinity as they are.
+# Kernels of several threads run at once (nogil), 1/0 is infinite as in NumPy (error_model), and the
+# fastmath flags let loops be vectorized and leave NaN and infinity as they are.
 
 def kernel(function):
     """Compile by Numba, and keep the machine code on disk if there is a place to write it."""
@@ -222,7 +210,10 @@ def kernel(function):
 
 @kernel
 def embedding(C, X, emb):
-    """A copy of one row of C (V,E) for each id in X (N,T), side by side in emb (N,T*E)."""
+    """A copy of a row of C (V,E) for each id in X (N,T), the T of a row end to end in emb (N,T*E).
+
+    Source: A.6.
+    """
     N, T = X.shape
     E = C.shape[1]
     for k in range(N):
@@ -233,7 +224,7 @@ def embedding(C, X, emb):
 
 @kernel
 def add_bias(b, y):
-    """y[i] += b for every row of y (N,O)."""
+    """y[i] += b (O,) for every row of y (N,O). Source: A.5."""
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] += b[j]
@@ -248,7 +239,10 @@ def linear(x, W, b, y):
 
 @kernel
 def batchnorm(x, gain, bias, raw, var_inv, y):
-    """Each column of x (N,H) to mean 0 and variance 1, times gain, plus bias -> y (N,H)."""
+    """Each column of x (N,H) to mean 0 and variance 1, times gain, plus bias -> y (N,H).
+
+    For the way back it keeps raw (N,H), y before gain and bias, and var_inv (H,). Source: A.4.
+    """
     N, H = x.shape
     mean = np.zeros(H, x.dtype)
     for i in range(N):
@@ -270,7 +264,10 @@ def batchnorm(x, gain, bias, raw, var_inv, y):
 
 @kernel
 def rmsnorm(x, gain, raw, rms_inv, y):
-    """Each row of x (N,E) over its root mean square, times gain (E,) -> y (N,E). Source: A.4."""
+    """Each row of x (N,E) over its root mean square, times gain (E,) -> y (N,E). Source: A.4.
+
+    For the way back it keeps raw (N,E), y before gain, and rms_inv (N,).
+    """
     N, E = x.shape
     for i in range(N):
         square = x.dtype.type(0)
@@ -282,23 +279,9 @@ def rmsnorm(x, gain, raw, rms_inv, y):
             y[i, j] = gain[j] * raw[i, j]
 
 
-@kernel
 def layernorm(x, gain, raw, std_inv, y):
-    """Each row of x (N,E) to mean 0 and variance 1, times gain (E,) -> y (N,E). Source: A.4."""
-    N, E = x.shape
-    for i in range(N):
-        mean = x.dtype.type(0)
-        for j in range(E):
-            mean += x[i, j]
-        mean /= x.dtype.type(E)
-        square = x.dtype.type(0)
-        for j in range(E):
-            raw[i, j] = x[i, j] - mean
-            square += raw[i, j] * raw[i, j]
-        std_inv[i] = 1 / sqrt(square / E + 1e-5)           # n here, as LayerNorm is defined
-        for j in range(E):
-            raw[i, j] *= std_inv[i]
-            y[i, j] = gain[j] * raw[i, j]
+    """RMSNorm of x (N,E) less the mean of each row: what it divides by is the deviation."""
+    rmsnorm(x - x.mean(1, keepdims=True), gain, raw, std_inv, y)                # (N, E)
 
 
 NORMS = dict(rmsnorm=rmsnorm, layernorm=layernorm)
@@ -374,11 +357,11 @@ def softmax(z, probs):
 
 @kernel
 def attention(qkv, rows, first, weights, ctx):
-    """What each row gathers from the rows of its name, itself the last of them. Source: A.5.
+    """ctx (N,E): what each row gathers from the rows of its name up to itself. Source: A.5.
 
-    A row of qkv (M,3E) is a query, a key and a value; rows (N,) tells which rows ask, first (N,)
-    where the names of these begin. Fills ctx (N,E), and weights (A,P): the softmaxes, one behind
-    the other. It loops only as far as the diagonal, so no mask exists.
+    A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key is a
+    score, the softmax of the scores is weights (A,P), and ctx the mean of the values so weighted.
+    rows (N,) tells which rows ask, first (N,) where their names begin: later rows are never seen.
     """
     N, E = ctx.shape
     M, A = len(qkv), len(weights)
@@ -409,7 +392,8 @@ def attention(qkv, rows, first, weights, ctx):
 def residual(x, branch, mask):
     """x += branch, both (N,E). Source: A.6.
 
-    With dropout, mask (N,E) is 0 for what is dropped and 1 / (1 - rate) for the rest; else None.
+    Dropout leaves out a random share of the branch, so that no unit relies on another: mask (N,E)
+    is 0 there and 1 / (1 - rate) elsewhere, which keeps the mean. Without dropout it is None.
     """
     if mask is not None:
         np.multiply(branch, mask, out=branch)              # (N, E)
@@ -431,6 +415,218 @@ def cross_entropy(logits, Y, probs):
     return loss / N
 
 
+# ---- The two models, each a straight line of layers
+#
+# `config` is a dict of sizes and choices (see Configuration, below), `p` holds the parameters by
+# name, `a` the activations. Both are views of a flat vector, laid out by a table of shapes: so an
+# optimizer is one loop over the vector of p.
+
+def views(shapes, flat):
+    """Arrays of the given shapes by name, side by side in a flat vector that is long enough."""
+    arrays, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + prod(shape)
+        arrays[name] = flat[begin:end].reshape(shape)
+    return arrays
+
+
+def arrays(shapes, dtype):
+    """New arrays of the given shapes by name."""
+    return views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
+
+
+def sizes(batch):
+    """N and P of a batch; the MLP has no pairs."""
+    return len(batch[1]), int((batch[2] - batch[3] + 1).sum()) if len(batch) > 2 else 0
+
+
+def mlp_parameters(config):
+    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
+    gain_and_bias = dict(bngain=(H,), bnbias=(H,)) if config['batchnorm'] else {}
+    return dict(C=(V, E), W1=(T*E, H), b1=(H,), **gain_and_bias, W2=(H, V), b2=(V,))
+
+
+def mlp_activations(config, N, P):
+    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
+    return dict(emb=(N, T*E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
+                s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
+
+
+def mlp(config, p, batch, a, statistics=None):
+    """Fill the activations, return the mean loss of a batch X (N,T), Y (N,).
+
+    Batch norm takes mean and variance from the batch, or from `statistics` where they are given.
+    """
+    X, Y = batch
+    embedding(p['C'], X, a['emb'])                                              # (N, T*E)
+    linear(a['emb'], p['W1'], p['b1'], a['hprebn'])                             # (N, H)
+    if not config['batchnorm']:
+        a['hpreact'] = a['hprebn']                         # (N, H)  the same array, not a copy
+    elif statistics:
+        scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)               # (H,)
+        a['hpreact'][:] = scale * (a['hprebn'] - statistics['bnmean']) + p['bnbias']    # (N, H)
+    else:
+        batchnorm(a['hprebn'], p['bngain'], p['bnbias'], a['bnraw'], a['bnvar_inv'], a['hpreact'])
+    ACTIVATIONS[config['act']](a['hpreact'], a['s'], a['h'])                    # (N, H)
+    linear(a['h'], p['W2'], p['b2'], a['logits'])                               # (N, V)
+    return cross_entropy(a['logits'], Y, a['probs'])
+
+
+def gpt_parameters(config):
+    """C of characters, P of positions, gains of all norms, W of query, key and value, and so on."""
+    V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
+    return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
+                Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
+
+
+def gpt_activations(config, N, P):
+    V, E, L, A = (config[size] for size in ('vocabulary', 'embd', 'layers', 'heads'))
+    return dict(emb=(N, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
+                qkv=(L, N, 3*E), weights=(L, A, P), ctx=(L, N, E), up=(L, N, 4*E), s=(L, N, 4*E),
+                h=(L, N, 4*E), branch=(N, E), logits=(N, V), probs=(N, V))
+
+
+def gpt(config, p, batch, a, masks=None, memory=None):
+    """Fill the activations, return the mean loss of a batch X (N,1), Y, rows, first (N,).
+
+    masks (2L,N,E) are those of dropout, or all None. `memory` (L,M,3E), where given, keeps queries,
+    keys and values from call to call, so that a name can be read character by character.
+    """
+    X, Y, rows, first = batch
+    norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
+    masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
+    x, branch = a['emb'], a['branch']                                           # (N, E)
+    embedding(p['C'], X, x)                                                     # (N, E)
+    embedding(p['P'], (rows - first)[:, None], branch)                          # (N, E)
+    residual(x, branch, None)                                                   # (N, E)
+    for l in range(L):
+        i, j = 2*l, 2*l + 1             # the norm before attention, that before the hidden layer
+        norm(x, p['gain'][i], a['raw'][i], a['inv'][i], a['normed'][i])         # (N, E)
+        linear(a['normed'][i], p['Wqkv'][l], None, a['qkv'][l])                 # (N, 3*E)
+        qkv = a['qkv'][l]                                                       # (N, 3*E)
+        if memory is not None:
+            memory[l, rows] = qkv                                               # (N, 3*E)
+            qkv = memory[l]                                                     # (M, 3*E)
+        attention(qkv, rows, first, a['weights'][l], a['ctx'][l])               # (N, E)
+        linear(a['ctx'][l], p['Wo'][l], None, branch)                           # (N, E)
+        residual(x, branch, masks[i])                                           # (N, E)
+        norm(x, p['gain'][j], a['raw'][j], a['inv'][j], a['normed'][j])         # (N, E)
+        linear(a['normed'][j], p['Wup'][l], None, a['up'][l])                   # (N, 4*E)
+        act(a['up'][l], a['s'][l], a['h'][l])                                   # (N, 4*E)
+        linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
+        residual(x, branch, masks[j])                                           # (N, E)
+    norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
+    head(a['normed'][-1], p['C'], a['logits'])                                  # (N, V)
+    return cross_entropy(a['logits'], Y, a['probs'])
+
+
+PARAMETERS = dict(mlp=mlp_parameters, gpt=gpt_parameters)
+ACTIVITY = dict(mlp=mlp_activations, gpt=gpt_activations)
+EXAMPLES = dict(mlp=mlp_examples, gpt=gpt_examples)
+BATCH = dict(mlp=mlp_batch, gpt=gpt_batch)
+FORWARD = dict(mlp=mlp, gpt=gpt)
+
+
+def make_parameters(config, rng, dtype=np.float32):
+    """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
+
+    Kaiming's rule: a spread of one over the root of the inputs keeps what flows through the same
+    size at any width. W2 is small, so that at first all characters are about as likely and the
+    loss is ln(V); Wo and Wdown are, so that the residual stream starts as the embedding alone.
+    """
+    shapes = PARAMETERS[config['model']](config)
+    flat = np.empty(sum(map(prod, shapes.values())), dtype)
+    scales = dict(C=0.1, P=0.1, W1=0.5, W2=0.2, Wqkv=1, Wo=0.03, Wup=1, Wdown=0.03)
+    for name, w in views(shapes, flat).items():
+        spread = scales.get(name, 0)                       # biases start at zero
+        if name[0] == 'W':
+            spread /= sqrt(w.shape[-2])                    # the number of inputs
+        if config['init'] == 'naive':
+            spread = 1
+        w[:] = 1 if name in ('gain', 'bngain') else spread * rng.standard_normal(w.shape)
+    return flat
+
+
+# ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
+
+def predict(model, batch, memory=None):
+    """Mean loss of a batch, and the activations; no dropout, and the model's own statistics."""
+    config, p = model['config'], model['p']
+    a = arrays(ACTIVITY[config['model']](config, *sizes(batch)), p['C'].dtype)
+    if config['model'] == 'mlp':
+        return mlp(config, p, batch, a, model['statistics']), a
+    return gpt(config, p, batch, a, memory=memory), a
+
+
+def batchnorm_statistics(config, p, examples):
+    """Mean and variance of hprebn over all examples, in blocks: exact, and no state to keep."""
+    total, square, N = 0, 0, len(examples[1])
+    for begin in range(0, N, 4096):
+        X, Y = mlp_batch(config, examples, slice(begin, begin + 4096))
+        hprebn = p['C'][X].reshape(len(X), -1) @ p['W1'] + p['b1']              # (N, H)
+        total = total + hprebn.sum(0, dtype=np.float64)                         # (H,)
+        square = square + (hprebn.astype(np.float64)**2).sum(0)                 # (H,)
+    mean = total / N                                                            # (H,)
+    var = np.maximum(square - N * mean**2, 0) / (N - 1)                         # (H,)
+    return dict(bnmean=mean.astype(p['C'].dtype), bnvar=var.astype(p['C'].dtype))
+
+
+def choose(logits, u, temperature, top_k, top_p):
+    """An id for each row of logits (n,V); the number u (n,) from 0 to 1 decides which."""
+    if temperature < 1e-9 or top_k == 1:
+        return logits.argmax(1)
+    order = np.argsort(-logits, axis=1, kind='stable')                          # (n, V)
+    z = np.take_along_axis(logits, order, 1).astype(np.float64)                 # (n, V)
+    weights = np.exp((z - z[:, :1]) / temperature)                              # (n, V)
+    if top_k:
+        weights[:, top_k:] = 0
+    below = weights.cumsum(1) - weights                                         # (n, V)
+    if 0 < top_p < 1:                   # the fewest that have top_p together
+        weights[below >= top_p * weights.sum(1, keepdims=True)] = 0
+    ends = weights.cumsum(1)                                                    # (n, V)
+    place = (ends <= u[:, None] * ends[:, -1:]).sum(1)                          # (n,)
+    return order[np.arange(len(order)), place]
+
+
+def generate(model, n, rng, temperature=1., top_k=0, top_p=1., prefix='', max_len=None):
+    """n names, each character of all of them at once; none is empty or longer than max_len."""
+    config, vocabulary = model['config'], model['vocabulary']
+    T, prefix = config['context'], encode([prefix], vocabulary, 0)
+    longest, memory = max_len or len(prefix) + config['longest'], None
+    if config['model'] == 'gpt':
+        longest = min(longest, T - 1)                      # there is no T-th position to go on from
+        memory = np.empty((config['layers'], n*T, 3*config['embd']), model['p']['C'].dtype)
+    ids = np.zeros((n, T + longest), np.int64)
+    alive = np.arange(n)
+    for t in range(longest):
+        Y = np.zeros(len(alive), np.int64)                 # not known, and its loss not looked at
+        if config['model'] == 'mlp':
+            batch = ids[alive, t:t + T], Y
+        else:
+            batch = ids[alive, T + t - 1:T + t], Y, alive*T + t, alive*T
+        logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
+        if t == 0:
+            logits[:, 0] = -np.inf                         # no name is empty
+        ids[alive, T + t] = prefix[t] if t < len(prefix) else choose(
+            logits, rng.random(n)[alive], temperature, top_k, top_p)
+        alive = alive[ids[alive, T + t] != 0]
+        if not len(alive):
+            break
+    return [''.join(vocabulary[i] for i in row if i) for row in ids]
+
+
+def score(model, words):
+    """The log-probability of each word, its end included, in nats."""
+    kind = model['config']['model']
+    examples = EXAMPLES[kind](model['config'], words, model['vocabulary'])
+    rows = np.cumsum([0] + [len(word) + 1 for word in words])
+    batch = BATCH[kind](model['config'], examples, slice(None))
+    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (N, V)
+    z -= z.max(1, keepdims=True)
+    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (N,)
+    return np.add.reduceat(logprobs, rows[:-1])
+
+
 # ---- Configuration: what is chosen when a model is made, and what it is if nothing is typed
 
 CHOICES = dict(
@@ -441,14 +637,11 @@ CHOICES = dict(
 def number(kind, low, high=2**31):
     """A function that reads a whole (int) or any (float) number from low to high."""
     def read(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            what = 'a whole number' if kind is int else 'a number'
-            raise argparse.ArgumentTypeError(f'{text!r} is not {what} from {low} to {high}')
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        what = 'a whole number' if kind is int else 'a number'
+        raise argparse.ArgumentTypeError(f'{text!r} is not {what} from {low} to {high}')
     return read
 
 
@@ -492,7 +685,10 @@ def add_flags(parser, title, flags, choices):
 
 
 def configure(typed, choices):
-    """What was typed over the model's choices; refuses a flag that means nothing to the model."""
+    """What was typed over the model's choices.
+
+    Refuses a flag that means nothing to the model, and heads that do not divide the embedding.
+    """
     model = typed.get('model', 'mlp')
     for name in typed.keys() - choices[model].keys() - {'model'}:
         raise Refusal(f'{flag(name)} means nothing to --model {model}: leave it out')
@@ -503,238 +699,10 @@ def configure(typed, choices):
     return config
 
 
-# ---- The two models, each a straight line of layers
-#
-# `config` is a dict of sizes and choices, `p` holds the parameters by name, `a` the activations.
-# Each is a table of shapes, laid over one flat vector: so an optimizer is a loop over a vector.
-
-def views(shapes, flat):
-    """Arrays of the given shapes by name, side by side in a flat vector that is long enough."""
-    arrays, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + prod(shape)
-        arrays[name] = flat[begin:end].reshape(shape)
-    return arrays
-
-
-def arrays(shapes, dtype):
-    """New arrays of the given shapes by name."""
-    return views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
-
-
-def sizes(batch):
-    """N and P of a batch; the MLP has no pairs."""
-    return len(batch[1]), int((batch[2] - batch[3] + 1).sum()) if len(batch) > 2 else 0
-
-
-def mlp_parameters(config):
-    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
-    gain_and_bias = dict(bngain=(H,), bnbias=(H,)) if config['batchnorm'] else {}
-    return dict(C=(V, E), W1=(T*E, H), b1=(H,), **gain_and_bias, W2=(H, V), b2=(V,))
-
-
-def mlp_activations(config, N, P):
-    V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
-    return dict(emb=(N, T*E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
-                s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
-
-
-def mlp(config, p, batch, a, statistics=None):
-    """Fill the activations, return the mean loss of a batch X (N,T), Y (N,).
-
-    Batch norm takes mean and variance from the batch, or from `statistics` where they are given.
-    """
-    X, Y = batch
-    embedding(p['C'], X, a['emb'])                                              # (N, T*E)
-    linear(a['emb'], p['W1'], p['b1'], a['hprebn'])                             # (N, H)
-    if not config['batchnorm']:
-        a['hpreact'] = a['hprebn']                                              # (N, H)
-    elif statistics:
-        scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)               # (H,)
-        a['hpreact'][:] = scale * (a['hprebn'] - statistics['bnmean']) + p['bnbias']    # (N, H)
-    else:
-        batchnorm(a['hprebn'], p['bngain'], p['bnbias'], a['bnraw'], a['bnvar_inv'], a['hpreact'])
-    ACTIVATIONS[config['act']](a['hpreact'], a['s'], a['h'])                    # (N, H)
-    linear(a['h'], p['W2'], p['b2'], a['logits'])                               # (N, V)
-    return cross_entropy(a['logits'], Y, a['probs'])
-
-
-def gpt_parameters(config):
-    V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
-    return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
-                Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
-
-
-def gpt_activations(config, N, P):
-    V, E, L, A = (config[size] for size in ('vocabulary', 'embd', 'layers', 'heads'))
-    return dict(emb=(N, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
-                qkv=(L, N, 3*E), weights=(L, A, P), ctx=(L, N, E), up=(L, N, 4*E), s=(L, N, 4*E),
-                h=(L, N, 4*E), branch=(N, E), logits=(N, V), probs=(N, V))
-
-
-def gpt(config, p, batch, a, masks=None, memory=None):
-    """Fill the activations, return the mean loss of a batch X (N,1), Y, rows, first (N,).
-
-    masks (2L,N,E) are those of dropout, or all None. `memory` (L,M,3E), where given, keeps queries,
-    keys and values from call to call, so that a name can be read character by character.
-    """
-    X, Y, rows, first = batch
-    norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
-    masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    x, branch = a['emb'], a['branch']                                           # (N, E)
-    embedding(p['C'], X, x)                                                     # (N, E)
-    embedding(p['P'], (rows - first)[:, None], branch)                          # (N, E)
-    residual(x, branch, None)                                                   # (N, E)
-    for l in range(L):
-        i, j = 2*l, 2*l + 1
-        norm(x, p['gain'][i], a['raw'][i], a['inv'][i], a['normed'][i])         # (N, E)
-        linear(a['normed'][i], p['Wqkv'][l], None, a['qkv'][l])                 # (N, 3*E)
-        qkv = a['qkv'][l]                                                       # (N, 3*E)
-        if memory is not None:
-            memory[l, rows] = qkv                                               # (N, 3*E)
-            qkv = memory[l]                                                     # (M, 3*E)
-        attention(qkv, rows, first, a['weights'][l], a['ctx'][l])               # (N, E)
-        linear(a['ctx'][l], p['Wo'][l], None, branch)                           # (N, E)
-        residual(x, branch, masks[i])                                           # (N, E)
-        norm(x, p['gain'][j], a['raw'][j], a['inv'][j], a['normed'][j])         # (N, E)
-        linear(a['normed'][j], p['Wup'][l], None, a['up'][l])                   # (N, 4*E)
-        act(a['up'][l], a['s'][l], a['h'][l])                                   # (N, 4*E)
-        linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
-        residual(x, branch, masks[j])                                           # (N, E)
-    norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
-    head(a['normed'][-1], p['C'], a['logits'])                                  # (N, V)
-    return cross_entropy(a['logits'], Y, a['probs'])
-
-
-PARAMETERS = dict(mlp=mlp_parameters, gpt=gpt_parameters)
-ACTIVITY = dict(mlp=mlp_activations, gpt=gpt_activations)
-EXAMPLES = dict(mlp=mlp_examples, gpt=gpt_examples)
-BATCH = dict(mlp=mlp_batch, gpt=gpt_batch)
-FORWARD = dict(mlp=mlp, gpt=gpt)
-
-
-def make_parameters(config, rng, dtype=np.float32):
-    """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
-
-    Kaiming's rule: a spread that falls with the root of the inputs keeps the size of what flows
-    through the same at any width. The MLP's last layer starts small: all characters are about as
-    likely, and the first loss is ln(V). The GPT's branches do: at first its tied head looks at
-    little but the character just read.
-    """
-    shapes = PARAMETERS[config['model']](config)
-    flat = np.empty(sum(map(prod, shapes.values())), dtype)
-    T, E, H = (config.get(size) for size in ('context', 'embd', 'hidden'))
-    if config['init'] == 'naive':
-        spread = dict.fromkeys(shapes, 1)
-    elif config['model'] == 'mlp':
-        spread = dict(C=0.1, W1=0.5 / sqrt(T*E), W2=0.2 / sqrt(H))
-    else:
-        spread = dict(C=0.1, P=0.1, Wqkv=1 / sqrt(E), Wo=0.03 / sqrt(E), Wup=1 / sqrt(E),
-                      Wdown=0.03 / sqrt(4*E))
-    for name, w in views(shapes, flat).items():
-        if name in ('gain', 'bngain'):
-            w[:] = 1
-        else:                           # biases start at zero
-            w[:] = spread.get(name, 0) * rng.standard_normal(w.shape)
-    return flat
-
-
-def own_examples(config):
-    """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
-    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
-    vocabulary = make_vocabulary(words)
-    config['vocabulary'] = len(vocabulary)
-    config['context'] = config['context'] or max(map(len, words)) + 1
-    return vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
-
-
-# ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
-
-def predict(model, batch, memory=None):
-    """Mean loss of a batch and the activations, as when sampling: no dropout, fixed statistics."""
-    config, p = model['config'], model['p']
-    a = arrays(ACTIVITY[config['model']](config, *sizes(batch)), p['C'].dtype)
-    if config['model'] == 'mlp':
-        return mlp(config, p, batch, a, model['statistics']), a
-    return gpt(config, p, batch, a, memory=memory), a
-
-
-def batchnorm_statistics(config, p, examples):
-    """Mean and variance of hprebn over all examples, in blocks: exact, and no state to keep."""
-    total, square, N = 0, 0, len(examples[1])
-    for begin in range(0, N, 4096):
-        X, Y = mlp_batch(config, examples, slice(begin, begin + 4096))
-        hprebn = p['C'][X].reshape(len(X), -1) @ p['W1'] + p['b1']              # (N, H)
-        total = total + hprebn.sum(0, dtype=np.float64)                         # (H,)
-        square = square + (hprebn.astype(np.float64)**2).sum(0)                 # (H,)
-    mean = total / N                                                            # (H,)
-    var = np.maximum(square - N * mean**2, 0) / (N - 1)                         # (H,)
-    return dict(bnmean=mean.astype(p['C'].dtype), bnvar=var.astype(p['C'].dtype))
-
-
-def choose(logits, u, temperature, top_k, top_p):
-    """An id for each row of logits (n,V); the number u (n,) from 0 to 1 decides which."""
-    if temperature < 1e-9 or top_k == 1:
-        return logits.argmax(1)
-    order = np.argsort(-logits, axis=1, kind='stable')                          # (n, V)
-    z = np.take_along_axis(logits, order, 1).astype(np.float64)                 # (n, V)
-    weights = np.exp((z - z[:, :1]) / temperature)                              # (n, V)
-    if top_k:
-        weights[:, top_k:] = 0
-    below = weights.cumsum(1) - weights                                         # (n, V)
-    if 0 < top_p < 1:
-        weights[below >= top_p * weights.sum(1, keepdims=True)] = 0
-    ends = weights.cumsum(1)                                                    # (n, V)
-    place = (ends <= u[:, None] * ends[:, -1:]).sum(1)                          # (n,)
-    return order[np.arange(len(order)), place]
-
-
-def generate(model, n, rng, temperature=1., top_k=0, top_p=1., prefix='', max_len=None):
-    """n names, each character of all of them at once; none is empty or longer than max_len."""
-    config, vocabulary = model['config'], model['vocabulary']
-    T, prefix = config['context'], encode([prefix], vocabulary, 0)
-    longest = max_len or len(prefix) + config['longest']
-    if config['model'] == 'gpt':
-        longest = min(longest, T - 1)                      # there is no T-th position to go on from
-    ids = np.zeros((n, T + longest), np.int64)
-    alive = np.arange(n)
-    memory = None
-    if config['model'] == 'gpt':
-        memory = np.empty((config['layers'], n*T, 3*config['embd']), model['p']['C'].dtype)
-    for t in range(longest):
-        Y = np.zeros(len(alive), np.int64)                 # not known, and its loss not looked at
-        if config['model'] == 'mlp':
-            batch = ids[alive, t:t + T], Y
-        else:
-            batch = ids[alive, T + t - 1:T + t], Y, alive*T + t, alive*T
-        logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
-        if t < len(prefix):
-            chosen = prefix[t]
-        else:
-            if t == 0:
-                logits[:, 0] = -np.inf                     # no name is empty
-            chosen = choose(logits, rng.random(n)[alive], temperature, top_k, top_p)
-        ids[alive, T + t] = chosen
-        alive = alive[ids[alive, T + t] != 0]
-        if not len(alive):
-            break
-    return [''.join(vocabulary[i] for i in row if i) for row in ids]
-
-
-def score(model, words):
-    """The log-probability of each word, its end included, in nats."""
-    kind = model['config']['model']
-    examples = EXAMPLES[kind](model['config'], words, model['vocabulary'])
-    rows = np.cumsum([0] + [len(word) + 1 for word in words])
-    units = rows[-1] if kind == 'mlp' else len(words)
-    batch = BATCH[kind](model['config'], examples, np.arange(units))
-    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (N, V)
-    z -= z.max(1, keepdims=True)
-    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (N,)
-    return np.add.reduceat(logprobs, rows[:-1])
-
-
 # ---- Checkpoints: one .npz, nothing pickled, with all that sampling and going on training need
+#
+# A training state is a dict: config, vocabulary, step, best_step (-1: none yet), history of
+# (step, train loss, dev loss), the optimizer's moments, and two models: the latest and the best.
 
 FORMAT = 1
 
@@ -752,14 +720,14 @@ def save(path, state, aside=None):
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
             stored[f'{kind}.{name}'] = array
-    path = encoded(path)
+    path = path_bytes(path)
     try:
         with open(path + b'.tmp', 'wb') as file:
             np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
         if aside:
-            os.link(path, encoded(aside))
+            os.link(path, path_bytes(aside))
         os.replace(path + b'.tmp', path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -778,15 +746,14 @@ def checked(stored, choices, flags):
 
     def take(name, *shape, dtype=np.float32):
         array = stored[name]
-        expect(array.dtype == dtype and array.ndim == len(shape) and all(
-            size in (None, real) for size, real in zip(shape, array.shape)),
-            f'{name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}')
+        expect((array.dtype, array.shape) == (dtype, shape),
+               f'{name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}')
         expect(np.isfinite(array).all(), f'{name} is not finite')
         return array
 
     version = take('format', dtype=np.int64)
-    known = f'{"newer than" if version > FORMAT else "not"} {FORMAT}, which is known here'
-    expect(version == FORMAT, f'format {version} is {known}')
+    expect(version == FORMAT, f"format {version} is {'newer' if version > FORMAT else 'other'} "
+                              f'than {FORMAT}, the one known here')
     config = json.loads(str(stored['config']))
     rules = {name: flags[name][0] for name in ('model', *choices[config['model']])}
     config |= {name: read(str(config[name])) for name, read in {**STORED, **rules}.items()}
@@ -798,9 +765,9 @@ def checked(stored, choices, flags):
     state = dict(
         config=config, vocabulary=vocabulary, step=int(take('step', dtype=np.int64)),
         best_step=int(take('best_step', dtype=np.int64)),
-        history=take('history', None, 3, dtype=np.float64).tolist(),
-        moments=take('moments', None, sum(map(prod, shapes.values()))))
-    expect(-1 <= state['best_step'] <= state['step'], 'its steps are not')
+        history=take('history', len(stored['history']), 3, dtype=np.float64).tolist(),
+        moments=take('moments', len(stored['moments']), sum(map(prod, shapes.values()))))
+    expect(-1 <= state['best_step'] <= state['step'], 'best_step is not between -1 and step')
     statistics = ('bnmean', 'bnvar') if config.get('batchnorm') else ()
     for kind in 'best', 'latest':
         state[kind] = dict(
@@ -814,12 +781,50 @@ def checked(stored, choices, flags):
 def load(path, choices=CHOICES, flags=FLAGS):
     """The training state in a checkpoint; refuses one that is not in good order."""
     try:
-        with np.load(encoded(path), allow_pickle=False) as file:
+        with np.load(path_bytes(path), allow_pickle=False) as file:
             return checked({name: file[name] for name in file.files}, choices, flags)
     except OSError as error:
         raise Refusal(f'cannot read {path}: {reason(error)}')
     except Exception as error:          # what is damaged or edited fails in a dozen ways
         raise Refusal(f'{path} is not a checkpoint in good order: {type(error).__name__}: {error}')
+
+
+def own_examples(config):
+    """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
+    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
+    vocabulary = make_vocabulary(words)
+    config['vocabulary'] = len(vocabulary)
+    config['context'] = config['context'] or max(map(len, words)) + 1
+    return vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
+
+
+# ---- What every command does
+
+def command(main):
+    """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
+    def run(argv=None):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            encoding = stream.encoding if stream.isatty() else 'utf-8'
+            stream.reconfigure(encoding=encoding, errors='backslashreplace')
+        # what overflows is not finite, and that is looked for where it matters
+        warnings.filterwarnings('ignore', category=RuntimeWarning)
+        try:
+            status = main(argv)
+            print(end='', flush=True)
+            return status or 0
+        except KeyboardInterrupt:
+            print('interrupted', file=sys.stderr)
+            return 130
+        except BrokenPipeError:         # as by | head: the reader has seen enough
+            status = 0
+        except (Refusal, MemoryError, OSError) as error:
+            print(f'{os.path.basename(sys.argv[0])}: {reason(error)}', file=sys.stderr)
+            status = 2
+            if isinstance(error, Refusal):
+                return status
+        sys.stdout = None               # or Python would try to write the rest once more, and fail
+        return status
+    return run
 
 
 # ---- python model.py

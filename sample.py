@@ -23,6 +23,7 @@ def word(argument):
 
 
 def read_command_line(argv):
+    """What was typed, and what holds for the rest."""
     parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
     flag = parser.add_argument
     flag('checkpoint', nargs='?', type=m.text, metavar='CHECKPOINT',
@@ -74,6 +75,7 @@ def read_data(config):
 
 
 def print_scores(model, words, as_json):
+    """Print the scores of all words; refuses before the first if one cannot be scored."""
     for word in words:
         if not word:
             raise Refusal('--score takes words of at least one character')
@@ -95,11 +97,11 @@ def print_names(model, args, known):
     printed, seen, in_data, tried = 0, set(), 0, 0
     terminal = sys.stdout and sys.stdout.isatty()
     while printed < args.n and tried < 1000 + 100 * args.n:
-        size = min(1000, args.n - printed if not (args.unique or args.new) else 1000)
+        size = 1000 if args.unique or args.new else min(1000, args.n - printed)
         names = m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,
                            args.prefix, args.max_len)
         tried += size
-        logprobs = m.score(model, names) if args.json else names
+        logprobs = m.score(model, names) if args.json else [None] * size
         for name, logprob in zip(names, logprobs):
             old = name in known if known is not None else None
             if printed == args.n or args.unique and name in seen or args.new and old:
@@ -119,6 +121,7 @@ def print_names(model, args, known):
 
 @m.command
 def main(argv=None):
+    """Print names, or scores, of the best parameters in a checkpoint."""
     args = read_command_line(argv)
     path = args.checkpoint or newest()
     state = m.load(path)

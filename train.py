@@ -5,7 +5,6 @@ checkpoint for sample.py.
 """
 import argparse
 import glob
-import itertools
 import math
 import os
 import random
@@ -23,13 +22,14 @@ from model import Refusal, kernel, number, one_of
 import numpy as np
 from tqdm import tqdm
 
-# ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one. Source: A.7.
+# ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one
 #
 # moments (k,size) is what an optimizer remembers of the gradients before.
 
 
 @kernel
 def sgd(w, dw, moments, lr, t):
+    """w -= lr dw. Source: A.7."""
     rate = w.dtype.type(lr)
     for i in range(len(w)):
         w[i] -= rate * dw[i]
@@ -37,6 +37,7 @@ def sgd(w, dw, moments, lr, t):
 
 @kernel
 def momentum(w, dw, moments, lr, t):
+    """v = 0.9 v + dw, w -= lr v. Source: A.7."""
     rate, beta = w.dtype.type(lr), w.dtype.type(0.9)
     v = moments[0]
     for i in range(len(w)):
@@ -46,16 +47,16 @@ def momentum(w, dw, moments, lr, t):
 
 @kernel
 def adam(w, dw, moments, lr, t):
-    """Means of the gradient and of its square, both corrected for having started at zero."""
+    """Means of the gradient and of its square, corrected for their start at zero. Source: A.7."""
     one, beta1, beta2 = w.dtype.type(1), w.dtype.type(0.9), w.dtype.type(0.999)
     rate = w.dtype.type(lr / (1 - 0.9**t))                 # the corrections are the same for all,
     unbias = w.dtype.type(1 / (1 - 0.999**t))              # so they are taken out of the loop
     eps = w.dtype.type(1e-8)
-    m, v = moments[0], moments[1]
+    mean, square = moments[0], moments[1]
     for i in range(len(w)):
-        m[i] = beta1 * m[i] + (one - beta1) * dw[i]
-        v[i] = beta2 * v[i] + (one - beta2) * dw[i] * dw[i]
-        w[i] -= rate * m[i] / (math.sqrt(v[i] * unbias) + eps)
+        mean[i] = beta1 * mean[i] + (one - beta1) * dw[i]
+        square[i] = beta2 * square[i] + (one - beta2) * dw[i] * dw[i]
+        w[i] -= rate * mean[i] / (math.sqrt(square[i] * unbias) + eps)
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
@@ -63,7 +64,7 @@ MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
-    """Up in the first twentieth of the run, then straight down to zero."""
+    """Up from a hundredth in the first twentieth of the run, then straight down to zero."""
     done = step / config['steps']
     return config['lr'] * min(20*done + 0.01, (1 - done) / 0.95)
 
@@ -133,22 +134,21 @@ def batches(config, examples, step):
         for i in range(begin, len(order), 64):
             block = order[i:i + 64]
             if kind == 'mlp':
-                X, Y = m.mlp_batch(config, examples, block)
-                for j in range(len(block)):
-                    yield [(X[j], Y[j])]
+                yield from ([share] for share in zip(*m.mlp_batch(config, examples, block)))
             else:
-                for chosen in block:
-                    yield [m.gpt_batch(config, examples, chosen[t::config['threads']])
-                           for t in range(min(config['threads'], size))]
+                yield from ([m.gpt_batch(config, examples, chosen[t::config['threads']])
+                             for t in range(min(config['threads'], size))] for chosen in block)
         step += len(order) - begin
 
 
 # ---- One step
 #
-# A run is a dict: config, state, examples by part of the data, the parameters as `flat` and as `p`,
-# and for each thread a room: the activations a, their gradients d, the parameters' gradients g.
+# A run is a dict: config, state, examples by part of the data, the pool of threads, the parameters
+# as `flat` and as `p`, and for each thread a room: the activations a, their gradients d, and the
+# parameters' gradients g.
 
 def new_run(state, examples, pool):
+    """A run that goes on from a state; the state's latest parameters become views of its `flat`."""
     config, latest = state['config'], state['latest']
     shapes = m.PARAMETERS[config['model']](config)
     flat = np.concatenate([w.ravel() for w in latest['p'].values()])            # (size,)
@@ -180,7 +180,7 @@ def gradient(run, share, step, thread, rows):
         d = backward.mlp_steps_backward(p, *share, a)
         for name, g in room['g'].items():
             g[...] = d[name]
-        return loss
+        return loss                     # the MLP has one share
     N, P = m.sizes(share)
     make_room(config, room, N, P)
     if config.get('dropout'):
@@ -237,18 +237,18 @@ def sample(model, step, n):
 
 # ---- The run
 
-def keep(run, evaluated, out, aside):
-    """Save the state in the file `out`, after an evaluation or without one."""
+def keep(run, evaluating, out, aside):
+    """Evaluate if asked to, refuse what is not finite, and save the state in the file `out`."""
     state, config, examples = run['state'], run['config'], run['examples']
     latest, losses = state['latest'], []
     if config.get('batchnorm'):
         latest['statistics'] = m.batchnorm_statistics(config, latest['p'], examples['train'])
-    if evaluated:
+    if evaluating:
         losses = [evaluate(latest, examples[part], run['pool']) for part in ('sample', 'dev')]
     for array in (run['flat'], state['moments'], losses, *latest['statistics'].values()):
         if not np.isfinite(array).all():
             raise FloatingPointError
-    if evaluated:
+    if evaluating:
         if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
             state['best_step'] = state['step']
         state['history'].append((state['step'], *losses))
@@ -266,12 +266,11 @@ def train(run, out, aside):
     The state is kept in the file `out`; what stands there at first goes `aside`.
     """
     config, state = run['config'], run['state']
-    first, steps = state['step'], config['steps']
-    every = config['eval_every'] or max(1, steps // 10)
+    first, steps, every = state['step'], config['steps'], config['eval_every']
     signals, smooth, pause, begun = [], 0, 0, time.perf_counter()
 
     def is_due(step):
-        planned = step == steps or step and step % every == 0
+        planned = step == steps or every and step and step % every == 0
         return planned and step not in [row[0] for row in state['history'][-1:]]
 
     def milestone():
@@ -343,18 +342,17 @@ def plot(state, words, path):
               title=f'Embedding: {share:.0%} of its spread; "." is the boundary, '
                     'red are characters below 1 %')
     try:
-        figure.savefig(m.encoded(path))
+        figure.savefig(m.path_bytes(path))
     except (OSError, ValueError) as error:
         raise Refusal(f'cannot draw {path}: {error}')
 
 
 # ---- The command line
 
+BOTH = dict(data='', max_len=100, batch=32, seed=1, optimizer='adam', eval_every=None)
 CHOICES = dict(
-    mlp=dict(**m.CHOICES['mlp'], data='', max_len=100, steps=110000, batch=32, lr=0.002, seed=1,
-             optimizer='adam', weight_decay=0., eval_every=0, backward='fused'),
-    gpt=dict(**m.CHOICES['gpt'], data='', max_len=100, steps=8000, batch=32, lr=0.0015, seed=1,
-             optimizer='adam', weight_decay=0.1, eval_every=0, dropout=0.02,
+    mlp=dict(**m.CHOICES['mlp'], **BOTH, steps=110000, lr=0.002, weight_decay=0., backward='fused'),
+    gpt=dict(**m.CHOICES['gpt'], **BOTH, steps=8000, lr=0.0015, weight_decay=0.1, dropout=0.02,
              threads=min(2, os.cpu_count() or 1)))
 
 TRAINING = dict(
@@ -365,14 +363,15 @@ TRAINING = dict(
     lr=(number(float, 0), 'F', 'highest learning rate'),
     optimizer=(one_of(*OPTIMIZERS), 'NAME', ', '.join(OPTIMIZERS)),
     weight_decay=(number(float, 0), 'F', 'decoupled, of matrices, as in AdamW'),
-    dropout=(number(float, 0, 0.99), 'F', 'share of the stream that is dropped'),
+    dropout=(number(float, 0, 0.99), 'F', 'share of each branch that is dropped'),
     seed=(number(int, 0), 'N', 'for first values, order and dropout'),
-    eval_every=(number(int, 0), 'N', 'steps between evaluations; 0: a tenth of all'),
+    eval_every=(number(int, 0), 'N', 'steps between evaluations, 0: one at the end (a tenth)'),
     backward=(one_of('fused', 'steps'), 'WAY', 'fused, or steps: one operation a line'),
     threads=(number(int, 1, 64), 'N', 'shares of a batch, worked on at once'))
 
 
 def read_command_line(argv):
+    """What was typed, by name."""
     parser = argparse.ArgumentParser('train.py', description='Train on a list of words.')
     m.add_flags(parser, 'the model', m.FLAGS, CHOICES)
     m.add_flags(parser, 'the training', TRAINING, CHOICES)
@@ -389,6 +388,8 @@ def read_command_line(argv):
 def start(typed):
     """The state of a new run, and the words it is for."""
     config = m.configure(typed, CHOICES)
+    if config['eval_every'] is None:
+        config['eval_every'] = max(1, config['steps'] // 10)
     if config.get('batchnorm') and config['batch'] == 1:
         raise Refusal('--batch 1 with batch norm: one value has no variance; '
                       'take --batch 2 or more, or --no-batchnorm')
@@ -397,8 +398,7 @@ def start(typed):
                       'leave out --no-batchnorm and --act')
     words = read_words(config)
     config['longest'] = max(map(len, words))
-    if not config['context']:
-        config['context'] = config['longest'] + 1
+    config['context'] = config['context'] or config['longest'] + 1
     vocabulary = m.make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
@@ -437,7 +437,7 @@ def go_on(typed, out):
 
 def check_place(out):
     """Try that the checkpoint can be written; returns a free name for the one that stands there."""
-    path = m.encoded(out)
+    path = m.path_bytes(out)
     try:
         os.makedirs(os.path.dirname(path) or b'.', exist_ok=True)
         if os.path.isdir(path):
@@ -448,9 +448,10 @@ def check_place(out):
     except OSError as error:
         raise Refusal(f'cannot write {out}: {m.reason(error)}; choose another --out')
     base, end = os.path.splitext(out)
-    names = (f'{base}.{number}{end}' for number in itertools.count(1))
-    free = (name for name in names if not os.path.exists(m.encoded(name)))
-    return next(free) if os.path.exists(path) else None
+    number = 1
+    while os.path.exists(m.path_bytes(f'{base}.{number}{end}')):
+        number += 1
+    return f'{base}.{number}{end}' if os.path.exists(path) else None
 
 
 def say_compiling(kernels):
@@ -475,6 +476,7 @@ def check_gradients(config, examples):
 
 @m.command
 def main(argv=None):
+    """Train, or go on training, and report."""
     typed = read_command_line(argv)
     resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
     if '' in (typed.get('data'), typed['out']):
@@ -484,7 +486,7 @@ def main(argv=None):
     config = state['config']
     aside = check_place(out)
     parts = dict(zip(('train', 'dev', 'test'), split(words)))
-    parts['sample'] = parts['train'][:len(parts['dev'])]   # of train, enough for the road
+    parts['sample'] = parts['train'][:len(parts['dev'])]   # as much of train, for the way
     examples = {part: m.EXAMPLES[config['model']](config, some, state['vocabulary'])
                 for part, some in parts.items()}
     if check:

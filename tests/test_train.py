@@ -188,7 +188,7 @@ def test_reported_losses_are_means_over_the_whole_splits_of_the_best(run, kind):
 
 @both_models
 @pytest.mark.parametrize("every, expected", [
-    (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5]), (1000, [5]), (0, None), (None, None)])
+    (0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5]), (1000, [5]), (None, None)])
 def test_evaluations_come_when_they_are_due_and_at_the_end(learn, kind, every, expected):
     steps = 5 if expected else 40
     flags = [] if every is None else ["--eval-every", every]
@@ -675,7 +675,7 @@ def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
     assert rates[39] < 0.001 < 0.005 < rates[40] and rates[99] < 0.001
     state = model.load("out/mlp.npz")
     assert (state["config"]["steps"], state["step"]) == (100, 100)
-    assert len(state["history"]) == 10 + 6          # a tenth of 40 apart, then of 100
+    assert len(state["history"]) == 10 + 15         # every 4 steps as before, that is kept
 
 
 def test_flags_not_typed_are_the_checkpoints(learn, run, signal_after):
