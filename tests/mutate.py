@@ -41,7 +41,6 @@ AT_ONCE = 2
 SHIFT = 'zero but for rounding: the same shift of a whole row of logits changes no loss'
 PERMUTED = 'the rows are added in another order, beginning with the last'
 SINGLE = 'i - 1 is in another name only where i has a single weight, whose score has no gradient'
-LONGER = 'the slice is longer, and what is longer is not read'
 EXPLAINED = {
     'dlogprobs[np.arange(n), Y] = -1 / n -> dlogprobs[np.arange(n), Y] += -1 / n':
         'adds to zeros, once for each row',
@@ -56,24 +55,20 @@ EXPLAINED = {
     'dbias[j] += dy[i, j] -> dbias[j] += dy[(i - 1), j]': PERMUTED,
     'dw = dweights[a, pair:pair + seen] -> dw = dweights[(a - 1), pair:pair + seen]':
         'dweights is room for one row of one head at a time, wherever that is',
-    'v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
-    'v = qkv[first[(i - 1)] + j, 2*E + a*S:2*E + a*S + S]': SINGLE,
-    'k = qkv[first[i] + j, E + a*S:E + a*S + S] -> '
-    'k = qkv[first[(i - 1)] + j, E + a*S:E + a*S + S]': SINGLE,
-    'dk = dqkv[first[i] + j, E + a*S:E + a*S + S] -> '
-    'dk = dqkv[first[(i - 1)] + j, E + a*S:E + a*S + S]': SINGLE,
-    'v = qkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
-    'v = qkv[first[i] + j, 2*E + a*S:3*E + a*S + S]': LONGER,
-    'dv = dqkv[first[i] + j, 2*E + a*S:2*E + a*S + S] -> '
-    'dv = dqkv[first[i] + j, 2*E + a*S:3*E + a*S + S]': LONGER,
-    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -1) -> "
-    "embcat, dembcat = a['emb'].reshape(len(X), -2), d['emb'].reshape(len(X), -1)":
-        'NumPy takes -2 for -1',
-    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -1) -> "
-    "embcat, dembcat = a['emb'].reshape(len(X), -1), d['emb'].reshape(len(X), -2)":
-        'NumPy takes -2 for -1',
+    'dcentred = np.zeros_like(dx) -> dcentred = np.ones_like(dx)':
+        'a constant goes with the mean that is taken away',
+    'v, dv = parts[first[i] + j, 2, a], dparts[first[i] + j, 2, a] -> '
+    'v, dv = parts[first[(i - 1)] + j, 2, a], dparts[first[i] + j, 2, a]': SINGLE,
+    'k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a] -> '
+    'k, dk = parts[first[(i - 1)] + j, 1, a], dparts[first[i] + j, 1, a]': SINGLE,
+    'k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a] -> '
+    'k, dk = parts[first[i] + j, 1, a], dparts[first[(i - 1)] + j, 1, a]': SINGLE,
+    "attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][l], -> "
+    "attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][(l - 1)],":
+        'dweights is room, that of another layer too',
     'masks = [None] * 2*L if masks is None else masks -> '
-    'masks = [None] * 3*L if masks is None else masks': LONGER.replace('slice', 'list')}
+    'masks = [None] * 3*L if masks is None else masks':
+        'the list is longer, and what is longer is not read'}
 
 
 # ---- Mutants
