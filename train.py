@@ -349,11 +349,12 @@ def plot(state, words, path):
 
 # ---- The command line
 
-BOTH = dict(data='', max_len=100, batch=32, seed=1, optimizer='adam', eval_every=None)
+BOTH = dict(data='', max_len=100, seed=1, optimizer='adam', eval_every=None)
 CHOICES = dict(
-    mlp=dict(**m.CHOICES['mlp'], **BOTH, steps=110000, lr=0.002, weight_decay=0., backward='fused'),
-    gpt=dict(**m.CHOICES['gpt'], **BOTH, steps=8000, lr=0.0015, weight_decay=0.1, dropout=0.02,
-             threads=min(2, os.cpu_count() or 1)))
+    mlp=dict(**m.CHOICES['mlp'], **BOTH, steps=110000, batch=32, lr=0.002, weight_decay=0.,
+             backward='fused'),
+    gpt=dict(**m.CHOICES['gpt'], **BOTH, steps=4000, batch=64, lr=0.003, weight_decay=0.1,
+             dropout=0., threads=min(2, os.cpu_count() or 1)))
 
 TRAINING = dict(
     data=(m.text, 'FILE', 'UTF-8 text, one word a line; default data/names.txt'),
