@@ -122,10 +122,7 @@ def mlp_batch(config, examples, chosen):
 
 
 def gpt_examples(config, words, vocabulary):
-    """The line of ids, the place of the boundary before each word, and how many rows it gives.
-
-    These are its characters and its end.
-    """
+    """The line of ids, the place of the boundary before each word, and its length, end included."""
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
     return line, boundaries[:-1], np.diff(boundaries)

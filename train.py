@@ -88,7 +88,7 @@ def split(words):
 
 
 def read_words(config):
-    """The words of the data file that are short enough; says on standard error what was found."""
+    """The words of the data file that are short enough, all and by part; says what was found."""
     path = m.data_path(config)
     lines, config['sha256'] = m.read_lines(path)
     words = [line for line in lines if line]
@@ -99,7 +99,7 @@ def read_words(config):
     if not used:
         raise Refusal(f'{path} has no word of at most {limit} characters: see --max-len, --context'
                       if words else f'{path} has no words: give a text file, one word a line')
-    train, dev, _ = split(used)
+    train, dev, test = split(used)
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
     say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used, {distinct} '
@@ -108,11 +108,13 @@ def read_words(config):
     if len(used) < len(words):
         say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
             '(see --max-len and --context)')
-    table = [i for i, line in enumerate(lines, 1) if re.search(r'\t|[,;](?=\S)', line)]
+    columns = re.compile(r'\t|[,;](?=\S)')
+    table = [i for i, line in enumerate(lines, 1) if columns.search(line)]
     if table:
         more = f' (and {len(table) - 1} more)' if table[1:] else ''
         say(f'warning: line {table[0]} looks like a row of a table{more}; it is learnt as it is')
-    return used
+    # `sample`: as much of train as dev has, for the evaluations on the way
+    return dict(all=used, train=train, dev=dev, test=test, sample=train[:len(dev)])
 
 
 # Seeds of independent generators: what they are for, --seed, and then epoch, step or thread.
@@ -387,7 +389,7 @@ def read_command_line(argv):
 
 
 def start(typed):
-    """The state of a new run, and the words it is for."""
+    """The state of a new run, and the words it is for, by part."""
     config = m.configure(typed, CHOICES)
     if config['eval_every'] is None:
         config['eval_every'] = max(1, config['steps'] // 10)
@@ -397,21 +399,21 @@ def start(typed):
     if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
         raise Refusal('--backward steps is the column as written, with batch norm and tanh: '
                       'leave out --no-batchnorm and --act')
-    words = read_words(config)
-    config['longest'] = max(map(len, words))
+    parts = read_words(config)
+    config['longest'] = max(map(len, parts['all']))
     config['context'] = config['context'] or config['longest'] + 1
-    vocabulary = m.make_vocabulary(words)
+    vocabulary = m.make_vocabulary(parts['all'])
     config['vocabulary'] = len(vocabulary)
     flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     latest = dict(config=config, vocabulary=vocabulary, statistics={},
                   p=m.views(m.PARAMETERS[config['model']](config), flat))
     moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
-                moments=moments, latest=latest), words
+                moments=moments, latest=latest), parts
 
 
 def go_on(typed, out):
-    """The state of the run in the file `out`, and the words to go on with."""
+    """The state of the run in the file `out`, and the words to go on with, by part."""
     state = m.load(out, CHOICES, {**m.FLAGS, **TRAINING})
     config = state['config']
     if len(state['moments']) != MOMENTS[config['optimizer']]:
@@ -425,15 +427,15 @@ def go_on(typed, out):
     config.update(typed)
     if config['steps'] < state['step']:
         raise Refusal(f"--steps {config['steps']}: {out} is at step {state['step']} already")
-    words = read_words(config)
-    vocabulary = m.make_vocabulary(words)
+    parts = read_words(config)
+    vocabulary = m.make_vocabulary(parts['all'])
     if vocabulary != state['vocabulary']:
         raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
                       f"{state['vocabulary'][1:]!r}")
     if config['sha256'] != sha256:
         say('the data is not what this run began with, but its characters are')
     say(f"going on from step {state['step']} of {out}")
-    return state, words
+    return state, parts
 
 
 def check_place(out):
@@ -483,13 +485,11 @@ def main(argv=None):
     if '' in (typed.get('data'), typed['out']):
         raise Refusal('--data and --out take the name of a file, not nothing')
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
-    state, words = go_on(typed, out) if resume else start(typed)
+    state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
     aside = check_place(out)
-    parts = dict(zip(('train', 'dev', 'test'), split(words)))
-    parts['sample'] = parts['train'][:len(parts['dev'])]   # as much of train, for the way
-    examples = {part: m.EXAMPLES[config['model']](config, some, state['vocabulary'])
-                for part, some in parts.items()}
+    examples = {part: m.EXAMPLES[config['model']](config, parts[part], state['vocabulary'])
+                for part in ('train', 'dev', 'test', 'sample')}
     if check:
         check_gradients(config, examples['train'])
     say_compiling([OPTIMIZERS[config['optimizer']],
@@ -516,7 +516,7 @@ def main(argv=None):
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(best, state['step'], 10), sep='\n')
     if picture:
-        plot(state, words, picture)
+        plot(state, parts['all'], picture)
 
 
 if __name__ == '__main__':

@@ -97,11 +97,10 @@ def table(kept, title, columns, rows):
 def prepare(kind, **typed):
     """A new training as train.py begins it: state, examples, words, some batches, rows a batch."""
     with contextlib.redirect_stderr(io.StringIO()):
-        state, words = train.start({'model': kind, 'eval_every': 0, **typed})
+        state, parts = train.start({'model': kind, 'eval_every': 0, **typed})
     config = state['config']
-    parts = dict(zip(('train', 'dev', 'test'), train.split(words)))
-    examples = {part: m.EXAMPLES[kind](config, some, state['vocabulary'])
-                for part, some in parts.items()}
+    examples = {part: m.EXAMPLES[kind](config, parts[part], state['vocabulary'])
+                for part in ('train', 'dev', 'test')}
     batches = list(islice(train.batches(config, examples['train'], 0), BATCHES[kind]))
     rows = np.mean([sum(len(share[1]) for share in shares) for shares in batches])
     return SimpleNamespace(config=config, state=state, examples=examples, parts=parts,
@@ -383,8 +382,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 def child(cache, code, *argv):
     """The number that a Python program prints, its kernels kept in the folder `cache`."""
     done = subprocess.run([sys.executable, '-c', code, *argv], check=True, capture_output=True,
-                          text=True, env={**os.environ, 'NUMBA_CACHE_DIR': str(cache),
-                                          'PYTHONPATH': str(ROOT)})
+                          text=True, cwd=ROOT, env={**os.environ, 'NUMBA_CACHE_DIR': str(cache)})
     return float(done.stdout)
 
 
