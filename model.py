@@ -428,8 +428,8 @@ def views(shapes, flat):
 
 
 def arrays(shapes, dtype):
-    """New arrays of the given shapes by name."""
-    return views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
+    """New arrays of the given shapes by name, to be filled."""
+    return views(shapes, np.empty(sum(map(prod, shapes.values())), dtype))
 
 
 def sizes(batch):
