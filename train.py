@@ -269,14 +269,13 @@ def train(run, out, aside):
     """
     config, state = run['config'], run['state']
     first, steps, every = state['step'], config['steps'], config['eval_every']
-    signals, smooth, pause, begun = [], 0, 0, time.perf_counter()
+    signals, smooth, begun = [], 0, time.perf_counter()
 
     def is_due(step):
-        planned = step == steps or every and step and step % every == 0
-        return planned and step not in [row[0] for row in state['history'][-1:]]
+        return step == steps or every and step and step % every == 0
 
     def milestone():
-        nonlocal aside, pause
+        nonlocal aside, begun
         paused = time.perf_counter()
         keep(run, True, out, aside)
         aside = None
@@ -284,15 +283,15 @@ def train(run, out, aside):
         left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
         say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
             f"{' '.join(sample(state['latest'], step, 3))}")
-        pause += time.perf_counter() - paused
+        begun += time.perf_counter() - paused
 
     handled = signal.SIGINT, signal.SIGTERM
     before = [signal.signal(number, lambda number, _: signals.append(number)) for number in handled]
     bar = tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
                disable=not sys.stderr.isatty(), dynamic_ncols=True)
     try:
-        if is_due(first):               # the run may have been interrupted just before
-            milestone()
+        if is_due(first) and first not in [step for step, _, _ in state['history']]:
+            milestone()                 # which an interruption had come before
         for step, shares in zip(bar, batches(config, run['examples']['train'], first)):
             loss = train_step(run, shares, step)
             if not math.isfinite(loss):
@@ -307,7 +306,7 @@ def train(run, out, aside):
                 break
             if is_due(step + 1):
                 milestone()
-        seconds = time.perf_counter() - begun - pause
+        seconds = time.perf_counter() - begun
         if signals:
             keep(run, False, out, aside)
     finally:
