@@ -151,7 +151,7 @@ def rmsnorm_backward(dy, gain, raw, rms_inv, dx, dgain):
 
 
 def layernorm_backward(dy, gain, raw, std_inv, dx, dgain):
-    """RMSNorm's, and what took the mean from x takes it from the gradient. Adds to dx (N,E)."""
+    """RMSNorm's, less the mean of each row as x was. Adds to dx (N,E). Source: A.4."""
     dcentred = np.zeros_like(dx)                                                # (N, E)
     rmsnorm_backward(dy, gain, raw, std_inv, dcentred, dgain)                   # (N, E)
     dx += dcentred - dcentred.mean(1, keepdims=True)                            # (N, E)

@@ -277,7 +277,7 @@ def rmsnorm(x, gain, raw, rms_inv, y):
 
 
 def layernorm(x, gain, raw, std_inv, y):
-    """RMSNorm of x (N,E) less the mean of each row: what it divides by is the deviation."""
+    """RMSNorm of x (N,E) less the mean of each row: its RMS is the deviation. Source: A.4."""
     rmsnorm(x - x.mean(1, keepdims=True), gain, raw, std_inv, y)                # (N, E)
 
 
