@@ -507,3 +507,18 @@ def test_trap_upstream_gradient_of_ones_hides_a_wrong_normalizer():
     assert np.abs(right(ones)).max() <= 1e-14
     assert np.abs(wrong(ones)).max() <= 1e-14
     assert error(wrong(dy), right(dy)) > 0.05
+
+
+@pytest.mark.parametrize('worst, along, wrong', [
+    (1e-9, 1e-9, 0), (1e-3, 1e-9, 1), (1e-9, 1e-3, 1), (np.nan, 1e-9, 1), (1e-9, np.nan, 1)])
+def test_an_error_that_is_large_or_nan_is_no_proof(worst, along, wrong, capsys):
+    rows = [('w', (1,), worst, along)]
+    assert backward.print_rows('x', rows, np.dtype('float64')) == wrong
+    assert capsys.readouterr().out.endswith('WRONG\n' if wrong else 'ok\n')
+
+
+def test_a_block_of_which_every_element_turns_a_corner_is_proven_along_a_direction():
+    w, dw, turned = np.ones(3), np.full(3, 2.), iter(range(3 * 2))     # two looks at each element
+    (_, _, worst, along), = backward.prove(
+        lambda: (w**2).sum(), dict(w=(w, dw)), rng(1), corners=lambda: next(turned, 0))
+    assert worst == 0 and along <= 1e-9
