@@ -415,6 +415,8 @@ def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with, by part."""
     state = m.load(out, CHOICES, {**m.FLAGS, **TRAINING})
     config = state['config']
+    for name in config.keys() - {'model', *m.STORED, *CHOICES[config['model']]}:
+        del config[name]                # what nobody chose must not count
     if len(state['moments']) != MOMENTS[config['optimizer']]:
         raise Refusal(f"{out} has not the moments of {config['optimizer']}")
     for name in typed:

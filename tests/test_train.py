@@ -841,6 +841,13 @@ def test_an_edited_plan_is_not_gone_on_with(trained, refused, kind, config):
     assert out in refused(train, "--resume", "--out", out)
 
 
+@pytest.mark.parametrize("config", [dict(dropout=0.5), dict(threads=10**9), dict(foreign=1)])
+def test_what_the_model_has_not_is_not_gone_on_with(trained, run, config):
+    edit("out/mlp.npz", config=config)
+    assert run(train, "--resume", "--steps", 62, "--out", "out/mlp.npz").status == 0
+    assert not config.keys() & model.load("out/mlp.npz")["config"].keys()
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_moments_of_another_optimizer_are_not_gone_on_with(trained, refused, count):
     """A kernel would read past their end."""
