@@ -29,8 +29,8 @@ import numpy as np
 #   H  hidden units                                             64             256, 4E always
 #   L  layers of the GPT                                                         4
 #   A  attention heads, each E/A wide                                            4
-#   N  rows of a batch, one for each character to predict       32             230 or so
-#   P  pairs of a character with itself or one before it in its name          1000 or so
+#   N  rows of a batch, one for each character to predict       32             460 or so
+#   P  pairs of a character with itself or one before it in its name          2000 or so
 #   M  rows that attention looks at: N, or all that are remembered while names are generated
 #
 # Parameters with a capital letter (C, W1, ...) are matrices, in the GPT one for each layer; the
@@ -527,9 +527,9 @@ FORWARD = dict(mlp=mlp, gpt=gpt)
 def make_parameters(config, rng, dtype=np.float32):
     """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
 
-    Kaiming's rule: a spread of one over the root of the inputs keeps what flows through the same
-    size at any width. W2 is small, so that at first all characters are about as likely and the
-    loss is ln(V); Wo and Wdown are, so that the residual stream starts as the embedding alone.
+    Kaiming's rule: a spread of one over the root of the inputs, so that a layer does the same at
+    any width; the factors were tried out. W2 is small, so that at first all characters are about as
+    likely and the loss is ln(V); Wo and Wdown, so that the residual stream starts as the embedding.
     """
     shapes = PARAMETERS[config['model']](config)
     flat = np.empty(sum(map(prod, shapes.values())), dtype)

@@ -316,13 +316,17 @@ def train(run, out, aside):
     return max(state['step'] - first - 1, 0) / max(seconds, 1e-9), signals
 
 
-def plot(state, words, path):
-    """Draw the losses, and the embedding as a map of characters, into a picture file."""
+def new_figure():
+    """Room for a picture; refuses, before training, if matplotlib is not there to draw it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise Refusal('--plot needs matplotlib: pip install matplotlib')
-    figure = Figure(figsize=(12, 5.5), layout='constrained')
+    return Figure(figsize=(12, 5.5), layout='constrained')
+
+
+def plot(figure, state, words, path):
+    """Draw the losses, and the embedding as a map of characters, into a picture file."""
     left, right = figure.subplots(1, 2)
     steps, train_losses, dev_losses = np.array(state['history']).T
     left.plot(steps, train_losses, '.-', label='train')
@@ -332,7 +336,10 @@ def plot(state, words, path):
     C = state['best']['p']['C']                                                 # (V, E)
     centred = C - C.mean(0)                                                     # (V, E)
     _, spread, directions = np.linalg.svd(centred, full_matrices=False)
-    x, y = (centred @ directions[:2].T).T                                       # (V,)
+    x, y = np.zeros((2, len(C)))                                                # (V,)
+    x[:] = centred @ directions[0]                                              # (V,)
+    if len(directions) > 1:
+        y[:] = centred @ directions[1]                                          # (V,)
     right.scatter(x, y, s=0)                               # texts alone would set no limits
     text = ''.join(words)
     for character, *place in zip('.' + state['vocabulary'][1:], x, y):
@@ -340,12 +347,12 @@ def plot(state, words, path):
         right.text(*place, character, ha='center', va='center', color='red' if rare else 'black')
     share = (spread[:2]**2).sum() / (spread**2).sum()
     right.set(xlabel='first principal direction', ylabel='second',
-              title=f'Embedding: {share:.0%} of its spread; "." is the boundary, '
-                    'red are characters below 1 %')
+              title=f'Embedding: {share:.0%} of its spread\n'
+                    '"." is the boundary, red are characters below 1 %')
     try:
         figure.savefig(m.path_bytes(path))
     except (OSError, ValueError) as error:
-        raise Refusal(f'cannot draw {path}: {error}')
+        raise Refusal(f'cannot draw {path}: {m.reason(error)}; the run is in its checkpoint')
 
 
 # ---- The command line
@@ -444,8 +451,8 @@ def check_place(out):
     path = m.path_bytes(out)
     try:
         os.makedirs(os.path.dirname(path) or b'.', exist_ok=True)
-        if os.path.isdir(path):
-            raise IsADirectoryError(21, 'it is a folder')
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(22, 'it is not a file')
         with open(path + b'.tmp', 'wb'):
             pass
         os.remove(path + b'.tmp')
@@ -488,6 +495,10 @@ def main(argv=None):
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
+    for other in m.data_path(config), picture or out + '.png':
+        if os.path.realpath(m.path_bytes(out)) == os.path.realpath(m.path_bytes(other)):
+            raise Refusal(f'--out {out} would take the place of {other}: choose another name')
+    figure = new_figure() if picture else None
     aside = check_place(out)
     examples = {part: m.EXAMPLES[config['model']](config, parts[part], state['vocabulary'])
                 for part in ('train', 'dev', 'test', 'sample')}
@@ -517,7 +528,7 @@ def main(argv=None):
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(best, state['step'], 10), sep='\n')
     if picture:
-        plot(state, parts['all'], picture)
+        plot(figure, state, parts['all'], picture)
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ import resource
 import shlex
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -873,3 +874,36 @@ def test_what_is_saved_loads_as_it_was(trained):
         state = model.load(f"out/{kind}.npz")
         model.save("again.npz", state)
         assert Path("again.npz").read_bytes() == Path(f"out/{kind}.npz").read_bytes()
+
+
+# ---- A name that is taken by something else
+
+@pytest.mark.parametrize("out, flags", [("w.txt", []), ("p.npz", ["--plot", "p.npz"])])
+def test_a_checkpoint_takes_the_place_of_no_other_file_of_the_run(refused, steps_taken, out, flags):
+    write_words(NAMES)
+    before = Path("w.txt").read_bytes()
+    flags = ["--data", "w.txt", "--steps", 2, "--out", out, *flags]
+    assert out in refused(train, *SIZES["mlp"], *flags)
+    assert steps_taken == [] and Path("w.txt").read_bytes() == before and not Path("p.npz").exists()
+
+
+def test_what_is_no_file_is_not_moved_aside(refused, steps_taken, here):
+    write_words(NAMES)
+    os.mkfifo("pipe")
+    assert "pipe" in refused(train, *SIZES["mlp"], "--data", "w.txt", "--steps", 2, "--out", "pipe")
+    assert steps_taken == [] and Path("pipe").is_fifo()
+
+
+def test_without_matplotlib_a_plot_is_refused_before_the_first_step(
+        refused, steps_taken, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_words(NAMES)
+    assert "pip install matplotlib" in refused(
+        train, *SIZES["mlp"], "--data", "w.txt", "--steps", 2, "--plot", "p.png")
+    assert steps_taken == []
+
+
+def test_an_embedding_one_wide_can_be_drawn(learn):
+    pytest.importorskip("matplotlib", reason="it draws")
+    assert learn("mlp", "--embd", 1, "--steps", 2, "--plot", "p.png").status == 0
+    assert Path("p.png").stat().st_size > 1000
