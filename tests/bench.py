@@ -452,11 +452,13 @@ def scaling(kept, rounds, pool):
              ('threads', sorted({1, CORES}), 'gpt', '')]
     for name, values, kind, unit in sizes:
         grow(kept, rounds, pool, f'{kind.upper()}: a step against --{name}'
-             + (f' ({unit})' if unit else ''), kind, {value: {'batch': 32, name: value} for value in values})
+             + (f' ({unit})' if unit else ''), kind,
+             {value: {'batch': 32, name: value} for value in values})
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         grow(kept, rounds, pool, 'GPT: a step against the length of the words', 'gpt',
-             {n: dict(batch=32, data=write_lines(folder / f'{n}.txt', 2000, n)) for n in doubling[2:7]})
+             {n: dict(batch=32, data=write_lines(folder / f'{n}.txt', 2000, n))
+              for n in doubling[2:7]})
         rows = []
         for count in 1000, 6000, 32000, 206000:
             path = write_lines(folder / f'{count}.txt', count)
