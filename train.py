@@ -495,7 +495,7 @@ def main(argv=None):
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
-    for other in m.data_path(config), picture or out + '.png':
+    for other in filter(None, (m.data_path(config), picture)):
         if os.path.realpath(m.path_bytes(out)) == os.path.realpath(m.path_bytes(other)):
             raise Refusal(f'--out {out} would take the place of {other}: choose another name')
     figure = new_figure() if picture else None
