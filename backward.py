@@ -77,12 +77,7 @@ def mlp_steps_backward(p, X, Y, a):
     dC = np.zeros_like(C)                                                       # (V, E)
     np.add.at(dC, X, demb)                                                      # (V, E)
 
-    return dict(
-        logprobs=dlogprobs, probs=dprobs, counts_sum_inv=dcounts_sum_inv, counts_sum=dcounts_sum,
-        counts=dcounts, norm_logits=dnorm_logits, logit_maxes=dlogit_maxes, logits=dlogits, h=dh,
-        hpreact=dhpreact, bnraw=dbnraw, bnvar_inv=dbnvar_inv, bnvar=dbnvar, bndiff2=dbndiff2,
-        bndiff=dbndiff, bnmeani=dbnmeani, hprebn=dhprebn, embcat=dembcat, emb=demb,
-        C=dC, W1=dW1, b1=db1, bngain=dbngain, bnbias=dbnbias, W2=dW2, b2=db2)
+    return {name[1:]: value for name, value in locals().items() if name[0] == 'd'}
 
 
 # ---- Layers, each the algebra of its steps carried through
@@ -196,8 +191,8 @@ def gelu_backward(dy, x, s, y, dx):
     c2, c2a3 = dy.dtype.type(2 * GELU_C), dy.dtype.type(2 * GELU_C * 3 * GELU_A)
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
-            du2 = c2 + c2a3 * x[i, j] * x[i, j]
-            dx[i, j] = dy[i, j] * s[i, j] * (one + x[i, j] * (one - s[i, j]) * du2)
+            slope = c2 + c2a3 * x[i, j] * x[i, j]          # of 2u
+            dx[i, j] = dy[i, j] * s[i, j] * (one + x[i, j] * (one - s[i, j]) * slope)
 
 
 ACTIVATIONS_BACKWARD = dict(
@@ -485,9 +480,9 @@ def show_batch():
     print('\nOne batch of the MLP, 32 x 3 lookups in C:')
     for init in 'naive', 'kaiming':
         rng = np.random.default_rng(1)
-        config = dict(m.CHOICES['mlp'], model='mlp', init=init, batchnorm=False)
+        config = m.configure(dict(init=init, batchnorm=False), m.choices(m.FLAGS))
         vocabulary, examples = m.own_examples(config)
-        X, Y = m.mlp_batch(config, examples, rng.integers(0, len(examples[1]), 32))
+        X, Y = m.mlp_batch(examples, rng.integers(0, len(examples[1]), 32))
         flat = m.make_parameters(config, rng)
         _, _, _, d, g = run_model(config, flat, (X, Y))
         share = abs(d['hpreact']).mean() / abs(d['h']).mean()
@@ -498,7 +493,9 @@ def show_batch():
     print(f'  {(~used).sum()} of {len(used)} rows are all zero')
 
 
-SMALL = dict(mlp=dict(embd=3, hidden=5), gpt=dict(embd=8, layers=2, heads=2))
+small = dict(embd=(3, 8), hidden=(5, None), layers=(None, 2), heads=(None, 2))
+SMALL = {name: (read, metavar, *small.get(name, own), meaning)
+         for name, (read, metavar, *own, meaning) in m.FLAGS.items()}
 
 
 @m.command
@@ -506,17 +503,16 @@ def main(argv=None):
     """Prove all layers and both models, or one of a kind that is typed; status 1 if one fails."""
     parser = argparse.ArgumentParser(
         'backward.py', description='Prove every gradient against differences of the loss.')
-    choices = {kind: {**m.CHOICES[kind], **SMALL[kind]} for kind in SMALL}
-    m.add_flags(parser, 'the model', m.FLAGS, choices)
+    m.add_flags(parser, 'the model', SMALL)
     parser.add_argument('--dtype', choices=TOLERANCE, default='float64',
                         help='precision of the proof (float64)')
     typed = vars(parser.parse_args(argv))
     dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
     tables = list(prove_layers(rng, dtype))
-    for kind in [typed.get('model', 'mlp')] if typed else SMALL:
-        config = m.configure({**typed, 'model': kind}, choices)
+    for kind in [typed.get('model', 'mlp')] if typed else ('mlp', 'gpt'):
+        config = m.configure({**typed, 'model': kind}, m.choices(SMALL))
         _, examples = m.own_examples(config)
-        batch = m.BATCH[kind](config, examples, np.arange(20 if kind == 'mlp' else 3))
+        batch = m.BATCH[kind](examples, np.arange(20 if kind == 'mlp' else 3))
         if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':
             column = {**config, 'backward': 'steps'}
             tables.append(('mlp_steps', prove_model(column, batch, rng, dtype)))

@@ -53,15 +53,7 @@ def text(argument):
     return os.fsencode(argument).decode('utf-8', 'surrogateescape')
 
 
-def path_bytes(path):
-    """The name of a file as the file system has it: undoes text()."""
-    return path.encode('utf-8', 'surrogateescape')
-
-
-def data_path(config):
-    """The data file of a configuration; where none was named, data/names.txt beside this file."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    return config['data'] or text(os.path.join(here, 'data', 'names.txt'))
+DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', 'names.txt')
 
 
 def read_lines(path):
@@ -70,7 +62,7 @@ def read_lines(path):
     Refuses what cannot be read and what is no UTF-8 text.
     """
     try:
-        with open(path_bytes(path), 'rb') as file:
+        with open(path, 'rb') as file:
             raw = file.read()
     except (OSError, ValueError) as error:
         raise Refusal(f'cannot read {path}: {reason(error)}; it takes a text, one word a line')
@@ -105,30 +97,29 @@ def encode(words, vocabulary, T):
 
 # What batches are made of: characters to predict for the MLP, whole names for the GPT.
 
-def mlp_examples(config, words, vocabulary):
+def mlp_examples(words, vocabulary, T):
     """The line of ids, and the place in it of each character to predict, each word's end too."""
-    T = config['context']
     line = encode(words, vocabulary, T)
-    return line, T + np.flatnonzero(line[T:] | line[T - 1:-1])     # a character, or behind one
+    return line, T + np.flatnonzero(line[T:] | line[T - 1:-1]), T  # a character, or behind one
 
 
-def mlp_batch(config, examples, chosen):
+def mlp_batch(examples, chosen):
     """The T ids before each chosen place, and the id in it; `chosen` may be a block of batches."""
-    line, places = examples
+    line, places, T = examples
     places = places[chosen]
-    X = line[places[..., None] + np.arange(-config['context'], 0)]              # (N, T)
+    X = line[places[..., None] + np.arange(-T, 0)]                              # (N, T)
     Y = line[places]                                                            # (N,)
     return X, Y
 
 
-def gpt_examples(config, words, vocabulary):
+def gpt_examples(words, vocabulary, T):
     """The line of ids, the place of the boundary before each word, and its length, end included."""
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
     return line, boundaries[:-1], np.diff(boundaries)
 
 
-def gpt_batch(config, examples, chosen):
+def gpt_batch(examples, chosen):
     """The chosen words end to end, each from the boundary before it.
 
     `rows` numbers the rows, `first` is the number of the row where the name of each begins.
@@ -317,19 +308,10 @@ def silu(x, s, y):
 GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
 
 
-@kernel
-def gelu_inner(x, u2):
-    """2u = 2c (x + a x^3)."""
-    c2, c2a = x.dtype.type(2 * GELU_C), x.dtype.type(2 * GELU_C * GELU_A)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            u2[i, j] = x[i, j] * (c2 + c2a * x[i, j] * x[i, j])
-
-
 def gelu(x, s, y):
     """y = x (1 + tanh u) / 2 = x sigmoid(2u), u = c (x + a x^3), s = sigmoid(2u). Source: A.2."""
-    gelu_inner(x, s)                                       # (N, H)
-    sigmoid(s, None, s)                                    # (N, H)
+    u2 = x * (2*GELU_C + 2*GELU_C*GELU_A * x * x)          # (N, H)
+    sigmoid(u2, None, s)                                   # (N, H)
     np.multiply(x, s, out=y)                               # (N, H)
 
 
@@ -555,11 +537,11 @@ def predict(model, batch, memory=None):
     return gpt(config, p, batch, a, memory=memory), a
 
 
-def batchnorm_statistics(config, p, examples):
+def batchnorm_statistics(p, examples):
     """Mean and variance of hprebn over all examples, in blocks: exact, and no state to keep."""
     total, square, N = 0, 0, len(examples[1])
     for begin in range(0, N, 4096):
-        X, Y = mlp_batch(config, examples, slice(begin, begin + 4096))
+        X, Y = mlp_batch(examples, slice(begin, begin + 4096))
         hprebn = p['C'][X].reshape(len(X), -1) @ p['W1'] + p['b1']              # (N, H)
         total = total + hprebn.sum(0, dtype=np.float64)                         # (H,)
         square = square + (hprebn.astype(np.float64)**2).sum(0)                 # (H,)
@@ -615,9 +597,9 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=1., prefix='', max_le
 def score(model, words):
     """The log-probability of each word, its end included, in nats."""
     kind = model['config']['model']
-    examples = EXAMPLES[kind](model['config'], words, model['vocabulary'])
+    examples = EXAMPLES[kind](words, model['vocabulary'], model['config']['context'])
     rows = np.cumsum([0] + [len(word) + 1 for word in words])
-    batch = BATCH[kind](model['config'], examples, slice(None))
+    batch = BATCH[kind](examples, slice(None))
     z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (N, V)
     z -= z.max(1, keepdims=True)
     logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (N,)
@@ -625,11 +607,6 @@ def score(model, words):
 
 
 # ---- Configuration: what is chosen when a model is made, and what it is if nothing is typed
-
-CHOICES = dict(
-    mlp=dict(context=3, embd=10, hidden=64, act='tanh', batchnorm=True, init='kaiming'),
-    gpt=dict(context=0, embd=64, layers=4, heads=4, norm='rmsnorm', act='gelu', init='kaiming'))
-
 
 def number(kind, low, high=2**31):
     """A function that reads a whole (int) or any (float) number from low to high."""
@@ -652,17 +629,26 @@ def one_of(*values):
     return read
 
 
+# A flag is a row: what reads it, its value in the help, what it is to the MLP and to the GPT where
+# it is not typed (None: it means nothing there), and its meaning.
+
 FLAGS = dict(
-    model=(one_of(*CHOICES), '{mlp,gpt}', 'which one (mlp)'),
-    context=(number(int, 0), 'N', 'characters it looks at; 0: the longest word'),
-    embd=(number(int, 1), 'N', 'width of the embedding'),
-    hidden=(number(int, 1), 'N', 'hidden units'),
-    layers=(number(int, 1), 'N', 'layers'),
-    heads=(number(int, 1), 'N', 'attention heads'),
-    act=(one_of(*ACTIVATIONS), 'NAME', ', '.join(ACTIVATIONS)),
-    norm=(one_of(*NORMS), 'NAME', ', '.join(NORMS)),
-    batchnorm=(one_of(True, False), None, 'leave out batch norm (mlp)'),
-    init=(one_of('kaiming', 'naive'), 'NAME', 'first values; or naive: N(0,1)'))
+    model=(one_of('mlp', 'gpt'), '{mlp,gpt}', None, None, 'which one (mlp)'),
+    context=(number(int, 0), 'N', 3, 0, 'characters it looks at; 0: the longest word'),
+    embd=(number(int, 1), 'N', 10, 64, 'width of the embedding'),
+    hidden=(number(int, 1), 'N', 64, None, 'hidden units'),
+    layers=(number(int, 1), 'N', None, 4, 'layers'),
+    heads=(number(int, 1), 'N', None, 4, 'attention heads'),
+    act=(one_of(*ACTIVATIONS), 'NAME', 'tanh', 'gelu', ', '.join(ACTIVATIONS)),
+    norm=(one_of(*NORMS), 'NAME', None, 'rmsnorm', ', '.join(NORMS)),
+    batchnorm=(one_of(True, False), None, True, None, 'leave out batch norm (mlp)'),
+    init=(one_of('kaiming', 'naive'), 'NAME', 'kaiming', 'kaiming', 'first values; naive: N(0,1)'))
+
+
+def choices(flags):
+    """What each model has where nothing is typed."""
+    return {kind: {name: row[column] for name, row in flags.items() if row[column] is not None}
+            for kind, column in (('mlp', 2), ('gpt', 3))}
 
 
 def flag(name):
@@ -670,15 +656,15 @@ def flag(name):
     return '--no-batchnorm' if name == 'batchnorm' else '--' + name.replace('_', '-')
 
 
-def add_flags(parser, title, flags, choices):
-    """A flag for each row (reader, metavar, meaning); one that is not typed leaves no trace."""
+def add_flags(parser, title, flags):
+    """Let a parser know the flags; one that is not typed leaves no trace."""
     group = parser.add_argument_group(title)
-    for name, (read, metavar, meaning) in flags.items():
-        known = [f'{kind} {own[name]}' for kind, own in choices.items() if own.get(name)]
-        shown = f" ({'; '.join(known)})" if known and metavar else ''
+    for name, (read, metavar, mlp, gpt, meaning) in flags.items():
         how = dict(type=read, metavar=metavar) if metavar else dict(action='store_false')
-        group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **how,
-                           help=meaning + shown)
+        known = [f'{kind} {own}' for kind, own in (('mlp', mlp), ('gpt', gpt)) if own is not None]
+        if metavar and (mlp or gpt):
+            meaning += f" ({mlp if mlp == gpt else '; '.join(known)})"
+        group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **how, help=meaning)
 
 
 def configure(typed, choices):
@@ -709,33 +695,33 @@ def save(path, state, aside=None):
 
     The old file stays under the name `aside`, if that is given.
     """
+    config = json.dumps(state['config'], sort_keys=True, ensure_ascii=False)
     stored = dict(
-        format=np.int64(FORMAT), config=np.str_(json.dumps(state['config'], sort_keys=True)),
+        format=np.int64(FORMAT), config=np.str_(text(config)),
         vocabulary=np.array([ord(character) for character in state['vocabulary']], np.int64),
         step=np.int64(state['step']), best_step=np.int64(state['best_step']),
         history=np.array(state['history'], np.float64).reshape(-1, 3), moments=state['moments'])
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
             stored[f'{kind}.{name}'] = array
-    path = path_bytes(path)
     try:
-        with open(path + b'.tmp', 'wb') as file:
+        with open(path + '.tmp', 'wb') as file:
             np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
         if aside:
-            os.link(path, path_bytes(aside))
-        os.replace(path + b'.tmp', path)
+            os.link(path, aside)
+        os.replace(path + '.tmp', path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.remove(path + b'.tmp')
-        raise Refusal(f'cannot write {text(path)}: {reason(error)}; what stood there still does')
+            os.remove(path + '.tmp')
+        raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
 
 
 STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), data=str, sha256=str)
 
 
-def checked(stored, choices, flags):
+def checked(stored, flags):
     """The training state in the arrays of a checkpoint; raises if any detail is not in order."""
     def expect(condition, what):
         if not condition:
@@ -751,10 +737,11 @@ def checked(stored, choices, flags):
     version = take('format', dtype=np.int64)
     expect(version == FORMAT, f"format {version} is {'newer' if version > FORMAT else 'other'} "
                               f'than {FORMAT}, the one known here')
-    config = json.loads(str(stored['config']))
-    rules = {name: flags[name][0] for name in ('model', *choices[config['model']])}
-    config |= {name: read(str(config[name])) for name, read in {**STORED, **rules}.items()}
-    expect(config['embd'] % config.get('heads', 1) == 0, 'its heads do not divide its embd')
+    raw = str(stored['config']).encode('utf-8', 'surrogateescape')       # undoes text()
+    typed, known = json.loads(os.fsdecode(raw)), choices(flags)
+    config = configure({name: flags[name][0](str(typed[name]))
+                        for name in ('model', *known[typed['model']])}, known)
+    config |= {name: read(str(typed[name])) for name, read in STORED.items()}
     vocabulary = ''.join(map(chr, take('vocabulary', config['vocabulary'], dtype=np.int64)))
     expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
            'its vocabulary is not in order')
@@ -775,11 +762,14 @@ def checked(stored, choices, flags):
     return state
 
 
-def load(path, choices=CHOICES, flags=FLAGS):
-    """The training state in a checkpoint; refuses one that is not in good order."""
+def load(path, flags=FLAGS):
+    """The training state in a checkpoint; refuses one that is not in good order.
+
+    Its configuration has what the flags are about, and what is STORED beside.
+    """
     try:
-        with np.load(path_bytes(path), allow_pickle=False) as file:
-            return checked({name: file[name] for name in file.files}, choices, flags)
+        with np.load(path, allow_pickle=False) as file:
+            return checked({name: file[name] for name in file.files}, flags)
     except OSError as error:
         raise Refusal(f'cannot read {path}: {reason(error)}')
     except Exception as error:          # what is damaged or edited fails in a dozen ways
@@ -788,11 +778,11 @@ def load(path, choices=CHOICES, flags=FLAGS):
 
 def own_examples(config):
     """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
-    words = [line for line in read_lines(data_path({'data': ''}))[0] if line]
+    words = [line for line in read_lines(DATA)[0] if line]
     vocabulary = make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     config['context'] = config['context'] or max(map(len, words)) + 1
-    return vocabulary, EXAMPLES[config['model']](config, words, vocabulary)
+    return vocabulary, EXAMPLES[config['model']](words, vocabulary, config['context'])
 
 
 # ---- What every command does
@@ -801,8 +791,10 @@ def command(main):
     """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
     def run(argv=None):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            encoding = stream.encoding if stream.isatty() else 'utf-8'
-            stream.reconfigure(encoding=encoding, errors='backslashreplace')
+            if stream.isatty():
+                stream.reconfigure(errors='backslashreplace')
+            else:                       # as in names of files, bytes that are no UTF-8 stay
+                stream.reconfigure(encoding='utf-8', errors='surrogateescape')
         # what overflows is not finite, and that is looked for where it matters
         warnings.filterwarnings('ignore', category=RuntimeWarning)
         try:
@@ -812,15 +804,13 @@ def command(main):
         except KeyboardInterrupt:
             print('interrupted', file=sys.stderr)
             return 130
-        except BrokenPipeError:         # as by | head: the reader has seen enough
-            status = 0
         except (Refusal, MemoryError, OSError) as error:
+            if not isinstance(error, Refusal):
+                sys.stdout = None       # or Python would try to write the rest once more, and fail
+            if isinstance(error, BrokenPipeError):
+                return 0                # as by | head: the reader has seen enough
             print(f'{os.path.basename(sys.argv[0])}: {reason(error)}', file=sys.stderr)
-            status = 2
-            if isinstance(error, Refusal):
-                return status
-        sys.stdout = None               # or Python would try to write the rest once more, and fail
-        return status
+            return 2
     return run
 
 
@@ -831,12 +821,12 @@ def main(argv=None):
     """Show a model: its parameters, the shapes of one batch, two faults of naive first values."""
     parser = argparse.ArgumentParser(
         'model.py', description='Show the shapes of a model, and what naive first values do.')
-    add_flags(parser, 'the model', FLAGS, CHOICES)
-    config = configure(vars(parser.parse_args(argv)), CHOICES)
+    add_flags(parser, 'the model', FLAGS)
+    config = configure(vars(parser.parse_args(argv)), choices(FLAGS))
     kind = config['model']
     vocabulary, examples = own_examples(config)
     chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)
-    batch = BATCH[kind](config, examples, chosen)
+    batch = BATCH[kind](examples, chosen)
 
     shapes = PARAMETERS[kind](config)
     print(f'{kind}: parameters')

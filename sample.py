@@ -26,7 +26,7 @@ def read_command_line(argv):
     """What was typed, and what holds for the rest."""
     parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
     flag = parser.add_argument
-    flag('checkpoint', nargs='?', type=m.text, metavar='CHECKPOINT',
+    flag('checkpoint', nargs='?', metavar='CHECKPOINT',
          help='default: the newest in out/')
     flag('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
     flag('--seed', type=number(int, 0), default=0, metavar='N', help='same seed, same names (0)')
@@ -52,7 +52,7 @@ def newest():
     found = list(filter(os.path.isfile, glob.glob(os.path.join('out', '*.npz'))))
     if not found:
         raise Refusal('there is no checkpoint in out/: run train.py first, or name one')
-    return m.text(max(found, key=os.path.getmtime))
+    return max(found, key=os.path.getmtime)
 
 
 def check_text(model, what, word):
@@ -65,13 +65,13 @@ def check_text(model, what, word):
         raise Refusal(f'{what} {word!r} has {len(word)} characters, this model reads {longest}')
 
 
-def read_data(config):
+def read_data(path, expected):
     """The words of the data file as a set, or None if it is not there or not the same any more."""
     try:
-        lines, sha256 = m.read_lines(m.data_path(config))
+        lines, sha256 = m.read_lines(path)
     except Refusal:
         return None
-    return set(lines) if sha256 == config['sha256'] else None
+    return set(lines) if sha256 == expected else None
 
 
 def print_scores(model, words, as_json):
@@ -126,7 +126,8 @@ def main(argv=None):
     path = args.checkpoint or newest()
     state = m.load(path)
     config, model = state['config'], state['best']
-    known = read_data(config)
+    data = config['data'] or m.DATA
+    known = read_data(data, config['sha256'])
     dev = {step: dev for step, _, dev in state['history']}.get(state['best_step'])
     step = state['step'] if dev is None else state['best_step']
     print(f"{path}: {config['model']}, step {step}, "
@@ -139,8 +140,7 @@ def main(argv=None):
         raise Refusal(f'--max-len {args.max_len} is shorter than the {len(args.prefix)} characters '
                       f'of --prefix {args.prefix!r}')
     if args.new and known is None:
-        raise Refusal(f'--new: {m.data_path(config)}, which the model learnt from, is not there '
-                      'or has changed')
+        raise Refusal(f'--new: {data}, which the model learnt from, is not there or has changed')
     print_names(model, args, known)
 
 

@@ -5,6 +5,7 @@ checkpoint for sample.py.
 """
 import argparse
 import glob
+import itertools
 import math
 import os
 import random
@@ -89,7 +90,7 @@ def split(words):
 
 def read_words(config):
     """The words of the data file that are short enough, all and by part; says what was found."""
-    path = m.data_path(config)
+    path = config['data'] or m.DATA
     lines, config['sha256'] = m.read_lines(path)
     words = [line for line in lines if line]
     limit = config['max_len']
@@ -136,9 +137,9 @@ def batches(config, examples, step):
         for i in range(begin, len(order), 64):
             block = order[i:i + 64]
             if kind == 'mlp':
-                yield from ([share] for share in zip(*m.mlp_batch(config, examples, block)))
+                yield from ([share] for share in zip(*m.mlp_batch(examples, block)))
             else:
-                yield from ([m.gpt_batch(config, examples, chosen[t::config['threads']])
+                yield from ([m.gpt_batch(examples, chosen[t::config['threads']])
                              for t in range(min(config['threads'], size))] for chosen in block)
         step += len(order) - begin
 
@@ -225,7 +226,7 @@ def evaluate(model, examples, pool):
 
     def block(begin):
         chosen = np.arange(begin, min(begin + size, n))
-        batch = m.BATCH[kind](model['config'], examples, chosen)
+        batch = m.BATCH[kind](examples, chosen)
         return m.predict(model, batch)[0] * len(batch[1]), len(batch[1])
 
     losses, rows = zip(*pool.map(block, range(0, n, size)))
@@ -244,7 +245,7 @@ def keep(run, evaluating, out, aside):
     state, config, examples = run['state'], run['config'], run['examples']
     latest, losses = state['latest'], []
     if config.get('batchnorm'):
-        latest['statistics'] = m.batchnorm_statistics(config, latest['p'], examples['train'])
+        latest['statistics'] = m.batchnorm_statistics(latest['p'], examples['train'])
     if evaluating:
         losses = [evaluate(latest, examples[part], run['pool']) for part in ('sample', 'dev')]
     for array in (run['flat'], state['moments'], losses, *latest['statistics'].values()):
@@ -350,54 +351,46 @@ def plot(figure, state, words, path):
               title=f'Embedding: {share:.0%} of its spread\n'
                     '"." is the boundary, red are characters below 1 %')
     try:
-        figure.savefig(m.path_bytes(path))
+        figure.savefig(path)
     except (OSError, ValueError) as error:
         raise Refusal(f'cannot draw {path}: {m.reason(error)}; the run is in its checkpoint')
 
 
 # ---- The command line
 
-BOTH = dict(data='', max_len=100, seed=1, optimizer='adam', eval_every=None)
-CHOICES = dict(
-    mlp=dict(**m.CHOICES['mlp'], **BOTH, steps=110000, batch=32, lr=0.002, weight_decay=0.,
-             backward='fused'),
-    gpt=dict(**m.CHOICES['gpt'], **BOTH, steps=4000, batch=64, lr=0.003, weight_decay=0.1,
-             dropout=0., threads=min(2, os.cpu_count() or 1)))
-
 TRAINING = dict(
-    data=(m.text, 'FILE', 'UTF-8 text, one word a line; default data/names.txt'),
-    max_len=(number(int, 1), 'N', 'skip longer words'),
-    steps=(number(int, 0), 'N', 'steps to train'),
-    batch=(number(int, 1), 'N', 'characters or names in a step'),
-    lr=(number(float, 0), 'F', 'highest learning rate'),
-    optimizer=(one_of(*OPTIMIZERS), 'NAME', ', '.join(OPTIMIZERS)),
-    weight_decay=(number(float, 0), 'F', 'decoupled, of matrices, as in AdamW'),
-    dropout=(number(float, 0, 0.99), 'F', 'share of each branch that is dropped'),
-    seed=(number(int, 0), 'N', 'for first values, order and dropout'),
-    eval_every=(number(int, 0), 'N', 'steps between evaluations, 0: one at the end (a tenth)'),
-    backward=(one_of('fused', 'steps'), 'WAY', 'fused, or steps: one operation a line'),
-    threads=(number(int, 1, 64), 'N', 'shares of a batch, worked on at once'))
+    data=(str, 'FILE', '', '', 'UTF-8 text, one word a line; default data/names.txt'),
+    max_len=(number(int, 1), 'N', 100, 100, 'skip longer words'),
+    steps=(number(int, 0), 'N', 110000, 4000, 'steps to train'),
+    batch=(number(int, 1), 'N', 32, 64, 'characters or names in a step'),
+    lr=(number(float, 0), 'F', 0.002, 0.003, 'highest learning rate'),
+    optimizer=(one_of(*OPTIMIZERS), 'NAME', 'adam', 'adam', ', '.join(OPTIMIZERS)),
+    weight_decay=(number(float, 0), 'F', 0., 0.1, 'decoupled, of matrices, as in AdamW'),
+    dropout=(number(float, 0, 0.99), 'F', None, 0., 'share of each branch that is dropped'),
+    seed=(number(int, 0), 'N', 1, 1, 'for first values, order and dropout'),
+    eval_every=(number(int, 0), 'N', 0, 0, 'steps to an evaluation, 0: only at the end (a tenth)'),
+    backward=(one_of('fused', 'steps'), 'WAY', 'fused', None, 'or steps: one operation a line'),
+    threads=(number(int, 1, 64), 'N', None, min(2, os.cpu_count() or 1), 'shares of a batch'))
+ALL_FLAGS = {**m.FLAGS, **TRAINING}
 
 
 def read_command_line(argv):
     """What was typed, by name."""
     parser = argparse.ArgumentParser('train.py', description='Train on a list of words.')
-    m.add_flags(parser, 'the model', m.FLAGS, CHOICES)
-    m.add_flags(parser, 'the training', TRAINING, CHOICES)
+    m.add_flags(parser, 'the model', m.FLAGS)
+    m.add_flags(parser, 'the training', TRAINING)
     group = parser.add_argument_group('the run')
-    group.add_argument('--out', type=m.text, metavar='FILE',
-                       help='checkpoint; default out/MODEL.npz')
+    group.add_argument('--out', metavar='FILE', help='checkpoint; default out/MODEL.npz')
     group.add_argument('--resume', action='store_true', help='go on with the run in --out')
     group.add_argument('--check', action='store_true', help='prove the gradients before training')
-    group.add_argument('--plot', type=m.text, metavar='FILE',
-                       help='draw losses and embedding (by matplotlib)')
+    group.add_argument('--plot', metavar='FILE', help='draw losses and embedding (by matplotlib)')
     return vars(parser.parse_args(argv))
 
 
 def start(typed):
     """The state of a new run, and the words it is for, by part."""
-    config = m.configure(typed, CHOICES)
-    if config['eval_every'] is None:
+    config = m.configure(typed, m.choices(ALL_FLAGS))
+    if 'eval_every' not in typed:
         config['eval_every'] = max(1, config['steps'] // 10)
     if config.get('batchnorm') and config['batch'] == 1:
         raise Refusal('--batch 1 with batch norm: one value has no variance; '
@@ -420,10 +413,8 @@ def start(typed):
 
 def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with, by part."""
-    state = m.load(out, CHOICES, {**m.FLAGS, **TRAINING})
+    state = m.load(out, ALL_FLAGS)
     config = state['config']
-    for name in config.keys() - {'model', *m.STORED, *CHOICES[config['model']]}:
-        del config[name]                # what nobody chose must not count
     if len(state['moments']) != MOMENTS[config['optimizer']]:
         raise Refusal(f"{out} has not the moments of {config['optimizer']}")
     for name in typed:
@@ -448,21 +439,18 @@ def go_on(typed, out):
 
 def check_place(out):
     """Try that the checkpoint can be written; returns a free name for the one that stands there."""
-    path = m.path_bytes(out)
     try:
-        os.makedirs(os.path.dirname(path) or b'.', exist_ok=True)
-        if os.path.exists(path) and not os.path.isfile(path):
+        os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
+        if os.path.exists(out) and not os.path.isfile(out):
             raise OSError(22, 'it is not a file')
-        with open(path + b'.tmp', 'wb'):
+        with open(out + '.tmp', 'wb'):
             pass
-        os.remove(path + b'.tmp')
+        os.remove(out + '.tmp')
     except OSError as error:
         raise Refusal(f'cannot write {out}: {m.reason(error)}; choose another --out')
     base, end = os.path.splitext(out)
-    number = 1
-    while os.path.exists(m.path_bytes(f'{base}.{number}{end}')):
-        number += 1
-    return f'{base}.{number}{end}' if os.path.exists(path) else None
+    names = (f'{base}.{number}{end}' for number in itertools.count(1))
+    return next(name for name in names if not os.path.exists(name)) if os.path.exists(out) else None
 
 
 def say_compiling(kernels):
@@ -479,7 +467,7 @@ def say_compiling(kernels):
 def check_gradients(config, examples):
     """Prove the gradients of this very model on a few of its words, or refuse to train."""
     chosen = np.arange(min(len(examples[1]), 16 if config['model'] == 'mlp' else 4))
-    batch = m.BATCH[config['model']](config, examples, chosen)
+    batch = m.BATCH[config['model']](examples, chosen)
     rows = backward.prove_model(config, batch, np.random.default_rng(1), np.dtype('float64'), 50)
     if backward.print_rows(config['model'], rows, np.dtype('float64'), sys.stderr):
         raise Refusal('a gradient is wrong, so nothing was trained: see python backward.py')
@@ -495,12 +483,13 @@ def main(argv=None):
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
-    for other in filter(None, (m.data_path(config), picture)):
-        if os.path.realpath(m.path_bytes(out)) == os.path.realpath(m.path_bytes(other)):
+    for other in filter(None, (config['data'] or m.DATA, picture)):
+        if os.path.realpath(out) == os.path.realpath(other):
             raise Refusal(f'--out {out} would take the place of {other}: choose another name')
     figure = new_figure() if picture else None
     aside = check_place(out)
-    examples = {part: m.EXAMPLES[config['model']](config, parts[part], state['vocabulary'])
+    to_examples = m.EXAMPLES[config['model']]
+    examples = {part: to_examples(parts[part], state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test', 'sample')}
     if check:
         check_gradients(config, examples['train'])

@@ -37,7 +37,7 @@ except ImportError:
     torch = None
 
 RATES = dict(sgd=0.1, adam=0.003)
-CORES = train.CHOICES['gpt']['threads']
+CORES = m.choices(train.ALL_FLAGS)['gpt']['threads']
 BATCHES = dict(mlp=64, gpt=4)           # that many different ones, over and over
 
 
@@ -99,7 +99,7 @@ def prepare(kind, **typed):
     with contextlib.redirect_stderr(io.StringIO()):
         state, parts = train.start({'model': kind, 'eval_every': 0, **typed})
     config = state['config']
-    examples = {part: m.EXAMPLES[kind](config, parts[part], state['vocabulary'])
+    examples = {part: m.EXAMPLES[kind](parts[part], state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test')}
     batches = list(islice(train.batches(config, examples['train'], 0), BATCHES[kind]))
     rows = np.mean([sum(len(share[1]) for share in shares) for shares in batches])
@@ -301,7 +301,7 @@ class Terminal(io.StringIO):
 def train_quietly(job, steps, pool):
     """The real loop of train.py, in a terminal; steps a second and the state it ends with."""
     config = {**job.config, 'steps': steps}
-    few = {part: m.EXAMPLES[config['model']](config, words[:50], job.state['vocabulary'])
+    few = {part: m.EXAMPLES[config['model']](words[:50], job.state['vocabulary'], config['context'])
            for part, words in job.parts.items()}
     examples = dict(few, train=job.examples['train'])
     examples['sample'] = few['train']
@@ -321,7 +321,7 @@ def loop(kept, rounds, pool):
         job, kind = prepare(**typed), typed['kind']
         if kind == 'gpt':               # a part of the data, for short turns
             job.examples['train'] = m.gpt_examples(
-                job.config, job.parts['train'][:1600], job.state['vocabulary'])
+                job.parts['train'][:1600], job.state['vocabulary'], job.config['context'])
         epoch = len(job.examples['train'][1]) // job.config['batch']
         ready = list(islice(train.batches(job.config, job.examples['train'], 0), epoch))
         steps = ours(job, pool, ready)
@@ -406,7 +406,7 @@ def start(kept, rounds, pool):
 
     with tempfile.TemporaryDirectory() as cache:
         turns = {}
-        for kind in m.CHOICES:
+        for kind in m.FORWARD:
             first_step(cache, kind)     # fills it
             turns[kind, 'cold'] = lambda kind=kind: cold(kind)
             turns[kind, 'warm'] = lambda kind=kind: first_step(cache, kind)
@@ -418,7 +418,7 @@ def start(kept, rounds, pool):
           'modules; most memory of a run of 100 steps',
           ['', 'kernels to compile', 'kernels kept', 'imports', 'MB'],
           [[kind, times[kind, 'cold'], times[kind, 'warm'], times['import'], times[kind, 'peak']]
-           for kind in m.CHOICES])
+           for kind in m.FORWARD])
 
 
 # ---- Scaling
@@ -436,7 +436,7 @@ def grow(kept, rounds, pool, title, kind, settings):
 
 def write_lines(path, count, length=None):
     """A file of lines, each of some names that are joined, and cut if a length is given."""
-    names, rng = m.read_lines(m.data_path({'data': ''}))[0][:-1], random.Random(1)
+    names, rng = m.read_lines(m.DATA)[0][:-1], random.Random(1)
     joined = 2 if length is None else length // 2 + 1      # no name is shorter than 2
     path.write_text(''.join(f"{''.join(rng.choices(names, k=joined))[:length]}\n"
                             for _ in range(count)))
@@ -465,7 +465,7 @@ def scaling(kept, rounds, pool):
             load = turn(lambda path=path: prepare('mlp', data=path))
             peaks = [race({kind: lambda path=path, kind=kind: peak_memory(
                 folder, '--model', kind, '--data', path, '--steps', '100')}, 1)[kind]
-                for kind in m.CHOICES]
+                for kind in m.FORWARD]
             rows.append([f'{count:,}', f'{os.path.getsize(path) / 1e6:.2f}',
                          race(dict(load=load), 3)['load'], *peaks])
     table(kept, 'Against the data: loading it, and most memory of a run of 100 steps',

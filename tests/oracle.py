@@ -343,7 +343,7 @@ def mlp_batch_of(rng, N):
 
 
 def gpt_batch_of(config, words):
-    return m.gpt_batch(config, m.gpt_examples(config, words, VOCABULARY), np.arange(len(words)))
+    return m.gpt_batch(m.gpt_examples(words, VOCABULARY, config['context']), np.arange(len(words)))
 
 
 class Run(NamedTuple):

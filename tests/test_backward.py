@@ -292,11 +292,11 @@ def test_gradients_in_float32_agree_with_float64(config):
 
 def real_batch():
     """32 examples of real names, for a model of the default sizes."""
-    words = m.read_lines(m.data_path({'data': ''}))[0][:1000]
+    words = m.read_lines(m.DATA)[0][:1000]
     vocabulary = m.make_vocabulary(words)
-    config = dict(m.CHOICES['mlp'], model='mlp', vocabulary=len(vocabulary))
-    examples = m.mlp_examples(config, words, vocabulary)
-    batch = m.mlp_batch(config, examples, rng(1).integers(0, len(examples[1]), 32))
+    config = dict(m.configure({}, m.choices(m.FLAGS)), vocabulary=len(vocabulary))
+    examples = m.mlp_examples(words, vocabulary, config['context'])
+    batch = m.mlp_batch(examples, rng(1).integers(0, len(examples[1]), 32))
     flat = m.make_parameters(config, rng(2), np.float64)
     return config, vocabulary, m.views(m.mlp_parameters(config), flat), flat, batch
 

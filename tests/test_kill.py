@@ -69,7 +69,8 @@ def test_killed_while_it_moves_an_older_run_aside_no_run_is_lost(here):
             time.sleep(dice.uniform(0, 0.01 if kill % 2 else 0.3))
             started.kill()
             started.stderr.read()
-        seeds = {model.load(str(path))["config"]["seed"] for path in Path("out").glob("*.npz")}
+        seeds = {model.load(str(path), train.ALL_FLAGS)["config"]["seed"]
+                 for path in Path("out").glob("*.npz")}
         assert known <= seeds <= set(range(kill + 1))
         known = seeds
     assert len(known) >= 7

@@ -16,7 +16,7 @@ def rng(*seed):
 
 
 def names(count):
-    return m.read_lines(m.data_path({'data': ''}))[0][:count]
+    return m.read_lines(m.DATA)[0][:count]
 
 
 # ---- The worked example: three characters, two numbers each, read at [2, 0, 2], and then comes 1
@@ -106,7 +106,7 @@ def test_copy_scaled_by_3_5_moves_3_5_times():
 # ---- Parameters
 
 def default_config(kind, **choices):
-    return {**m.CHOICES[kind], 'model': kind, 'vocabulary': 27, 'longest': 15, **choices}
+    return {**m.choices(m.FLAGS)[kind], 'model': kind, 'vocabulary': 27, 'longest': 15, **choices}
 
 
 def sizes(config):
@@ -143,8 +143,8 @@ def test_views_share_one_flat_vector_in_order():
 def first_loss(config, seed):
     """Loss of some 1500 predictions by the first values of the parameters."""
     kind, words = config['model'], names(200)
-    examples = m.EXAMPLES[kind](config, words, m.make_vocabulary(names(-1)))
-    batch = m.BATCH[kind](config, examples, np.arange(len(examples[1])))
+    examples = m.EXAMPLES[kind](words, m.make_vocabulary(names(-1)), config['context'])
+    batch = m.BATCH[kind](examples, np.arange(len(examples[1])))
     flat = m.make_parameters(config, rng(seed), np.float64)
     return run(config, m.views(m.PARAMETERS[kind](config), flat), batch).loss()
 
@@ -362,10 +362,10 @@ def test_mlp_batch_is_the_window_before_each_character(words, T):
         for place in range(T, len(ids)):
             X.append(ids[place - T:place])
             Y.append(ids[place])
-    examples = m.mlp_examples(config, words, vocabulary)
+    examples = m.mlp_examples(words, vocabulary, config['context'])
     assert len(examples[1]) == len(Y)
     for chosen in np.arange(len(Y)), rng(1).integers(0, len(Y), 7), slice(1, 4):
-        ours = m.mlp_batch(config, examples, chosen)
+        ours = m.mlp_batch(examples, chosen)
         assert ours[0].tolist() == np.array(X)[chosen].tolist()
         assert ours[1].tolist() == np.array(Y)[chosen].tolist()
 
@@ -373,7 +373,7 @@ def test_mlp_batch_is_the_window_before_each_character(words, T):
 @pytest.mark.parametrize('words', WORD_LISTS)
 def test_gpt_batch_is_the_words_end_to_end(words):
     vocabulary, config = m.make_vocabulary(words), dict(context=8)
-    examples = m.gpt_examples(config, words, vocabulary)
+    examples = m.gpt_examples(words, vocabulary, config['context'])
     assert len(examples[1]) == len(words)
     for chosen in np.arange(len(words)), rng(1).integers(0, len(words), 5):
         X, Y, first = [], [], []
@@ -382,7 +382,7 @@ def test_gpt_batch_is_the_words_end_to_end(words):
             first += [len(X)] * (len(ids) - 1)
             X += ids[:-1]
             Y += ids[1:]
-        batch = m.gpt_batch(config, examples, chosen)
+        batch = m.gpt_batch(examples, chosen)
         assert batch[0].tolist() == [[i] for i in X]
         assert [part.tolist() for part in batch[1:]] == [Y, list(range(len(X))), first]
 
@@ -394,12 +394,12 @@ def test_batchnorm_statistics_are_mean_and_unbiased_variance_over_all_examples(d
     words = names(1500)
     vocabulary = m.make_vocabulary(words)
     config = default_config('mlp', vocabulary=len(vocabulary))
-    examples = m.mlp_examples(config, words, vocabulary)
+    examples = m.mlp_examples(words, vocabulary, config['context'])
     assert len(examples[1]) > 2 * 4096
     p, flat = random_parameters(config, rng(1), dtype)
-    X, Y = m.mlp_batch(config, examples, slice(None))
+    X, Y = m.mlp_batch(examples, slice(None))
     hprebn = (p['C'][X].reshape(len(X), -1) @ p['W1'] + p['b1']).astype(np.float64)
-    ours = m.batchnorm_statistics(config, p, examples)
+    ours = m.batchnorm_statistics(p, examples)
     assert ours['bnmean'].dtype == ours['bnvar'].dtype == dtype
     assert error(ours['bnmean'], hprebn.mean(0)) <= tolerance
     assert error(ours['bnvar'], hprebn.var(0, ddof=1)) <= tolerance
@@ -409,10 +409,10 @@ def test_batchnorm_of_all_examples_at_once_is_that_by_their_statistics():
     words = names(300)
     vocabulary = m.make_vocabulary(words)
     config = default_config('mlp', vocabulary=len(vocabulary))
-    examples = m.mlp_examples(config, words, vocabulary)
-    batch = m.mlp_batch(config, examples, slice(None))
+    examples = m.mlp_examples(words, vocabulary, config['context'])
+    batch = m.mlp_batch(examples, slice(None))
     p, flat = random_parameters(config, rng(1))
-    model = dict(config=config, p=p, statistics=m.batchnorm_statistics(config, p, examples))
+    model = dict(config=config, p=p, statistics=m.batchnorm_statistics(p, examples))
     assert m.predict(model, batch)[0] == pytest.approx(run(config, p, batch).loss(), rel=1e-12)
 
 

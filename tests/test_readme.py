@@ -57,8 +57,8 @@ def test_the_torch_module_gives_the_same_logits(tmp_path, monkeypatch):
     exec(code, names)
     state = model.load('out/gpt.npz')
     words = ['maria', 'li', 'bartholomew']
-    batch = model.gpt_batch(state['config'], model.gpt_examples(
-        state['config'], words, state['vocabulary']), np.arange(len(words)))
+    batch = model.gpt_batch(model.gpt_examples(
+        words, state['vocabulary'], state['config']['context']), np.arange(len(words)))
     ours = model.predict(state['best'], batch)[1]['logits']
     for word, begin in zip(words, np.flatnonzero(batch[2] == batch[3])):
         ids = torch.tensor(batch[0][begin:begin + len(word) + 1].T)

@@ -30,9 +30,9 @@ def names(trained, run):
 def beginning(best, text):
     """Log-probability that a name begins so: that of the word, without that of its end."""
     kind = best["config"]["model"]
-    examples = model.EXAMPLES[kind](best["config"], [text], best["vocabulary"])
+    examples = model.EXAMPLES[kind]([text], best["vocabulary"], best["config"]["context"])
     count = len(text) + 1 if kind == "mlp" else 1
-    _, a = model.predict(best, model.BATCH[kind](best["config"], examples, np.arange(count)))
+    _, a = model.predict(best, model.BATCH[kind](examples, np.arange(count)))
     z = a["logits"].astype(float)
     logprobs = z - np.log(np.exp(z).sum(1, keepdims=True))
     return sum(logprobs[i, best["vocabulary"].index(text[i])] for i in range(len(text)))
@@ -109,9 +109,9 @@ def test_names_come_as_often_as_their_probabilities_say(trained, kind):
     """20,000 first characters against the exact distribution without the boundary."""
     best = best_of(f"out/{kind}.npz")
     drawn = model.generate(best, 20000, np.random.default_rng(5), max_len=1)
-    z = model.predict(best, model.BATCH[kind](
-        best["config"], model.EXAMPLES[kind](best["config"], ["a"], best["vocabulary"]),
-        np.arange(1)))[1]["logits"][0, 1:].astype(float)
+    examples = model.EXAMPLES[kind](["a"], best["vocabulary"], best["config"]["context"])
+    _, a = model.predict(best, model.BATCH[kind](examples, np.arange(1)))
+    z = a["logits"][0, 1:].astype(float)
     expected = np.exp(z) / np.exp(z).sum()
     counted = np.array([drawn.count(character) for character in ALPHABET]) / 20000
     assert (abs(counted - expected) < 4.5 * np.sqrt(expected / 20000)).all()
@@ -353,9 +353,9 @@ def test_scores_are_log_probabilities_with_the_boundary(names, kind):
         given, *numbers = line.split("\t")
         vocabulary = best["vocabulary"]
         logprob = beginning(best, word)
-        examples = model.EXAMPLES[kind](best["config"], [word], vocabulary)
+        examples = model.EXAMPLES[kind]([word], vocabulary, best["config"]["context"])
         rows = len(word) + 1 if kind == "mlp" else 1
-        z = model.predict(best, model.BATCH[kind](best["config"], examples, np.arange(rows))
+        z = model.predict(best, model.BATCH[kind](examples, np.arange(rows))
                           )[1]["logits"][-1].astype(float)
         logprob += z[0] - np.log(np.exp(z).sum())
         per_char = logprob / (len(word) + 1)

@@ -107,7 +107,7 @@ def test_an_epoch_takes_every_example_once_and_the_order_is_the_seeds(kind):
     words = [a + b + c for a in "abcd" for b in "efg" for c in "hi"]        # 24 words, 96 examples
     config = dict(model=kind, context=3, threads=2)
     vocabulary = model.make_vocabulary(words)
-    examples = model.EXAMPLES[kind](config, words, vocabulary)
+    examples = model.EXAMPLES[kind](words, vocabulary, config['context'])
     count = len(examples[1])
     assert count == (96 if kind == "mlp" else 24)
 
@@ -674,7 +674,7 @@ def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
     assert len(rates) == 100
     assert rates[40:] == [real(dict(lr=0.01, steps=100), step) for step in range(40, 100)]
     assert rates[39] < 0.001 < 0.005 < rates[40] and rates[99] < 0.001
-    state = model.load("out/mlp.npz")
+    state = model.load("out/mlp.npz", train.ALL_FLAGS)
     assert (state["config"]["steps"], state["step"]) == (100, 100)
     assert len(state["history"]) == 10 + 15         # every 4 steps as before, that is kept
 
@@ -684,11 +684,11 @@ def test_flags_not_typed_are_the_checkpoints(learn, run, signal_after):
              "--context", 4, "--no-batchnorm", "--max-len", 3, "--weight-decay", 0.5]
     signal_after(3)
     learn("mlp", "--steps", 9, *flags)
-    config = model.load("out/mlp.npz")["config"]
+    config = model.load("out/mlp.npz", train.ALL_FLAGS)["config"]
     assert run(train, "--resume").status == 0
-    assert model.load("out/mlp.npz")["config"] == config
+    assert model.load("out/mlp.npz", train.ALL_FLAGS)["config"] == config
     assert run(train, "--resume", "--steps", 12, *flags).status == 0            # typed, and true
-    assert model.load("out/mlp.npz")["config"] == {**config, "steps": 12}
+    assert model.load("out/mlp.npz", train.ALL_FLAGS)["config"] == {**config, "steps": 12}
 
 
 @pytest.mark.parametrize("kind, flag, value", [
@@ -703,7 +703,7 @@ def test_a_typed_flag_that_contradicts_is_refused_with_both_named(
         learn, refused, signal_after, kind, flag, value):
     signal_after(2)
     learn(kind, "--steps", 4, "--out", "x.npz")
-    has = model.load("x.npz")["config"][flag.strip("-").replace("-", "_")]
+    has = model.load("x.npz", train.ALL_FLAGS)["config"][flag.strip("-").replace("-", "_")]
     assert str(has) != value
     text = refused(train, "--resume", "--out", "x.npz", flag, value)
     assert f"{flag} {value} contradicts x.npz, which has {has}:" in text
@@ -871,7 +871,7 @@ def test_a_newer_version_is_named(trained, refused):
 
 def test_what_is_saved_loads_as_it_was(trained):
     for kind in SIZES:
-        state = model.load(f"out/{kind}.npz")
+        state = model.load(f"out/{kind}.npz", train.ALL_FLAGS)
         model.save("again.npz", state)
         assert Path("again.npz").read_bytes() == Path(f"out/{kind}.npz").read_bytes()
 
