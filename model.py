@@ -13,6 +13,7 @@ import re
 import sys
 import unicodedata
 import warnings
+import zipfile
 from math import exp, log, prod, sqrt
 
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')         # one core for a product: train.py gives
@@ -704,17 +705,18 @@ def save(path, state, aside=None):
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
             stored[f'{kind}.{name}'] = array
+    partial = f'{path}.{os.getpid()}.tmp'                  # no other run's
     try:
-        with open(path + '.tmp', 'wb') as file:
+        with open(partial, 'wb') as file:
             np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
         if aside:
             os.link(path, aside)
-        os.replace(path + '.tmp', path)
+        os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.remove(path + '.tmp')
+            os.remove(partial)
         raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
 
 
@@ -768,7 +770,7 @@ def load(path, flags=FLAGS):
     Its configuration has what the flags are about, and what is STORED beside.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             return checked({name: file[name] for name in file.files}, flags)
     except OSError as error:
         raise Refusal(f'cannot read {path}: {reason(error)}')
@@ -821,7 +823,7 @@ def main(argv=None):
     """Show a model: its parameters, the shapes of one batch, two faults of naive first values."""
     parser = argparse.ArgumentParser(
         'model.py', description='Show the shapes of a model, and what naive first values do.')
-    add_flags(parser, 'the model', FLAGS)
+    add_flags(parser, 'the model', {name: row for name, row in FLAGS.items() if name != 'init'})
     config = configure(vars(parser.parse_args(argv)), choices(FLAGS))
     kind = config['model']
     vocabulary, examples = own_examples(config)
@@ -834,18 +836,17 @@ def main(argv=None):
         print(f'  {name:<10} {str(shape):<16} {prod(shape):>9,}')
     print(f'  {"together":<27} {sum(map(prod, shapes.values())):>9,}')
     print(f"activations of one batch, {len(chosen)} {'characters' if kind == 'mlp' else 'names'}")
-    results = {}
+    for name, shape in ACTIVITY[kind](config, *sizes(batch)).items():
+        print(f'  {name:<10} {shape}')
+    print(f"first loss{' without batch norm' if kind == 'mlp' else ''}; "
+          f'ln V, that of guessing evenly, is {log(len(vocabulary)):.2f}')
     for init in 'naive', 'kaiming':
-        flat = make_parameters({**config, 'init': init}, np.random.default_rng(1))
-        model = dict(config=config, p=views(shapes, flat), statistics=None)
-        results[init] = predict(model, batch)
-    for name, array in results['kaiming'][1].items():
-        print(f'  {name:<10} {array.shape}')
-    for init, (loss, a) in results.items():
-        flat_ends = f", {(abs(a['h']) > 0.99).mean():.0%} of h is at the flat ends of tanh" \
-            if config['act'] == 'tanh' else ''
-        print(f'--init {init:<8} first loss {loss:.2f} (ln V is {log(len(vocabulary)):.2f})'
-              f'{flat_ends}')
+        plain = {**config, 'init': init, 'batchnorm': False}
+        flat = make_parameters(plain, np.random.default_rng(1))
+        p = views(PARAMETERS[kind](plain), flat)
+        loss, a = predict(dict(config=plain, p=p, statistics=None), batch)
+        flat_ends = f"{(abs(a['h']) > 0.99).mean():7.0%} of h is at the flat ends of tanh"
+        print(f"  --init {init:<8} {loss:>6.2f} {flat_ends if config['act'] == 'tanh' else ''}")
 
 
 if __name__ == '__main__':

@@ -104,8 +104,9 @@ def read_words(config):
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
     say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used, {distinct} '
-        f'distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
-        f'{len(set().union(*used))} characters; {seen:.0%} of the dev words are in train too')
+        f'distinct, {len(used) - distinct} duplicates')
+    say(f'longest {max(map(len, used))}, {len(set().union(*used))} characters; {seen:.0%} of the '
+        'dev words are in train too')
     if len(used) < len(words):
         say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
             '(see --max-len and --context)')
@@ -148,7 +149,8 @@ def batches(config, examples, step):
 #
 # A run is a dict: config, state, examples by part of the data, the pool of threads, the parameters
 # as `flat` and as `p`, and for each thread a room: the activations a, their gradients d, and the
-# parameters' gradients g.
+# parameters' gradients g. `kept` is the step that its file holds and `file` is which() of it; None
+# before there is one.
 
 def new_run(state, examples, pool):
     """A run that goes on from a state; the state's latest parameters become views of its `flat`."""
@@ -160,7 +162,7 @@ def new_run(state, examples, pool):
     for room in rooms:
         room['g'] = m.views(shapes, room['flat_g'])
     return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
-                p=latest['p'], rooms=rooms)
+                p=latest['p'], rooms=rooms, kept=None, file=None)
 
 
 def make_room(config, room, N, P):
@@ -240,8 +242,16 @@ def sample(model, step, n):
 
 # ---- The run
 
-def keep(run, evaluating, out, aside):
-    """Evaluate if asked to, refuse what is not finite, and save the state in the file `out`."""
+def which(path):
+    """What tells a file from any that takes its place, or None if there is none."""
+    return (os.stat(path).st_ino, os.stat(path).st_mtime_ns) if os.path.exists(path) else None
+
+
+def keep(run, evaluating, out):
+    """Evaluate if asked to, refuse what is not finite, and save the state in the file `out`.
+
+    What stands there moves aside, unless this very run wrote it or goes on from it.
+    """
     state, config, examples = run['state'], run['config'], run['examples']
     latest, losses = state['latest'], []
     if config.get('batchnorm'):
@@ -257,16 +267,21 @@ def keep(run, evaluating, out, aside):
         state['history'].append((state['step'], *losses))
     if state['best_step'] in (-1, state['step']):          # -1: nothing was evaluated yet
         state['best'] = {**latest, 'p': {name: w.copy() for name, w in latest['p'].items()}}
+    aside = None
+    if which(out) not in (None, run['file']):
+        base, end = os.path.splitext(out)
+        names = (f'{base}.{number}{end}' for number in itertools.count(1))
+        aside = next(name for name in names if not os.path.exists(name))
     m.save(out, state, aside)
-    run['kept'] = state['step']
+    run.update(kept=state['step'], file=which(out))
     if aside:
         say(f'what stood in {out} is {aside} now')
 
 
-def train(run, out, aside):
+def train(run, out):
     """Train to the end of the plan, or to a signal; returns steps a second and that signal.
 
-    The state is kept in the file `out`; what stands there at first goes `aside`.
+    The state is kept in the file `out`.
     """
     config, state = run['config'], run['state']
     first, steps, every = state['step'], config['steps'], config['eval_every']
@@ -276,10 +291,9 @@ def train(run, out, aside):
         return step == steps or every and step and step % every == 0
 
     def milestone():
-        nonlocal aside, begun
+        nonlocal begun
         paused = time.perf_counter()
-        keep(run, True, out, aside)
-        aside = None
+        keep(run, True, out)
         step, train_loss, dev_loss = state['history'][-1]
         left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
         say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
@@ -309,7 +323,7 @@ def train(run, out, aside):
                 milestone()
         seconds = time.perf_counter() - begun
         if signals:
-            keep(run, False, out, aside)
+            keep(run, False, out)
     finally:
         bar.close()
         for number, handler in zip(handled, before):
@@ -421,7 +435,7 @@ def go_on(typed, out):
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
             value = '' if name == 'batchnorm' else f' {typed[name]}'
             raise Refusal(f'{m.flag(name)}{value} contradicts {out}, which has '
-                          f'{config.get(name)}: leave it out, or start a new run')
+                          f"{config.get(name, 'none')}: leave it out, or start a new run")
     sha256 = config['sha256']
     config.update(typed)
     if config['steps'] < state['step']:
@@ -437,20 +451,17 @@ def go_on(typed, out):
     return state, parts
 
 
-def check_place(out):
-    """Try that the checkpoint can be written; returns a free name for the one that stands there."""
+def check_place(flag, path):
+    """Try that a file can be written before there is work to lose."""
     try:
-        os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
-        if os.path.exists(out) and not os.path.isfile(out):
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+        if os.path.exists(path) and not os.path.isfile(path):
             raise OSError(22, 'it is not a file')
-        with open(out + '.tmp', 'wb'):
+        with open(path + '.tmp', 'wb'):
             pass
-        os.remove(out + '.tmp')
-    except OSError as error:
-        raise Refusal(f'cannot write {out}: {m.reason(error)}; choose another --out')
-    base, end = os.path.splitext(out)
-    names = (f'{base}.{number}{end}' for number in itertools.count(1))
-    return next(name for name in names if not os.path.exists(name)) if os.path.exists(out) else None
+        os.remove(path + '.tmp')
+    except (OSError, ValueError) as error:
+        raise Refusal(f'cannot write {path}: {m.reason(error)}; choose another {flag}')
 
 
 def say_compiling(kernels):
@@ -478,16 +489,18 @@ def main(argv=None):
     """Train, or go on training, and report."""
     typed = read_command_line(argv)
     resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
-    if '' in (typed.get('data'), typed['out']):
-        raise Refusal('--data and --out take the name of a file, not nothing')
+    if '' in (typed.get('data'), typed['out'], picture):
+        raise Refusal('--data, --out and --plot take the name of a file, not nothing')
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
-    for other in filter(None, (config['data'] or m.DATA, picture)):
-        if os.path.realpath(out) == os.path.realpath(other):
-            raise Refusal(f'--out {out} would take the place of {other}: choose another name')
-    figure = new_figure() if picture else None
-    aside = check_place(out)
+    places = [os.path.realpath(path) for path in (config['data'] or m.DATA, out, picture) if path]
+    if len(set(places)) < len(places):
+        raise Refusal(f'--out {out}, --plot and the data have to be different files')
+    if picture:
+        figure = new_figure()
+        check_place('--plot', picture)
+    check_place('--out', out)
     to_examples = m.EXAMPLES[config['model']]
     examples = {part: to_examples(parts[part], state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test', 'sample')}
@@ -498,16 +511,17 @@ def main(argv=None):
     with ThreadPoolExecutor(config.get('threads', 1)) as pool:
         run = new_run(state, examples, pool)
         if resume:
-            run['kept'] = state['step']
+            run.update(kept=state['step'], file=which(out))
         try:
-            speed, signals = train(run, out, None if resume else aside)
+            speed, signals = train(run, out)
         except FloatingPointError:
             say(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
                 f"{config['lr']:g}; "
-                + (f"{out} keeps step {run['kept']}" if 'kept' in run else 'nothing was written'))
+                + (f"{out} keeps step {run['kept']}" if run['file'] else 'nothing was written'))
             return 1
         if signals:
-            command = shlex.join(['python', 'train.py', '--resume', '--out', out])
+            command = shlex.join(['python', 'train.py', '--resume', '--out', out,
+                                  *(['--plot', picture] if picture else [])])
             say(f"stopped at step {state['step']}, all of it kept; to go on: {command}")
             return 128 + signals[0]
         best = state['best']

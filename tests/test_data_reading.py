@@ -233,7 +233,7 @@ def test_the_start_says_all_that_was_read(learn):
     share = sum(word in known for word in dev) / len(dev)
     assert 0 < share < 1
     result = learn("mlp", "--steps", 1)
-    assert "w.txt: 67 lines, 64 words used, 24 distinct, 40 duplicates, longest 4, " in result.err
+    assert "w.txt: 67 lines, 64 words used, 24 distinct, 40 duplicates\nlongest 4, " in result.err
     assert f", {len(set(''.join(used)))} characters; " in result.err
     assert f"{share:.0%} of the dev words are in train too" in result.err
     assert "skipped 1 words" in result.err
@@ -242,7 +242,7 @@ def test_the_start_says_all_that_was_read(learn):
 def test_the_default_list_and_the_default_model(run):
     result = run(train, "--steps", 0)
     assert result.status == 0
-    assert ("data/names.txt: 32178 lines, 32178 words used, 29619 distinct, 2559 duplicates, "
+    assert ("data/names.txt: 32178 lines, 32178 words used, 29619 distinct, 2559 duplicates\n"
             "longest 15, 26 characters") in result.err
     assert result.out.startswith("4137 parameters, ")
     assert losses_of(result.out) == pytest.approx([np.log(27)] * 3, abs=0.05)

@@ -403,6 +403,25 @@ def test_a_new_run_moves_what_stands_there_aside_and_says_so(learn, run, kind):
     assert run(sample).err.startswith(f"{name}: ")
 
 
+def test_two_runs_at_once_into_one_file_lose_nothing(learn, monkeypatch):
+    """Another run saves there after this one's step 4: its file moves aside, not under the next."""
+    step, other = train.train_step, []
+
+    def interrupted_by_another(run, shares, number):
+        if number == 4 and not other:
+            other.append(None)
+            assert learn("mlp", "--steps", 6, "--seed", 7).status == 0
+            other[:] = [Path("out/mlp.npz").read_bytes()]
+        return step(run, shares, number)
+
+    monkeypatch.setattr(train, "train_step", interrupted_by_another)
+    result = learn("mlp", "--steps", 8, "--eval-every", 4)
+    assert result.status == 0
+    assert result.err.count("what stood in out/mlp.npz is out/mlp.2.npz now") == 1
+    assert Path("out/mlp.2.npz").read_bytes() == other[0]
+    assert [model.load(f"out/mlp{end}.npz")["step"] for end in (".1", ".2", "")] == [4, 6, 8]
+
+
 def test_nothing_moves_before_the_first_save(learn, monkeypatch):
     learn("mlp", "--steps", 2)
     before = Path("out/mlp.npz").read_bytes()
