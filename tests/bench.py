@@ -308,7 +308,7 @@ def train_quietly(job, steps, pool):
     state = copy.deepcopy({**job.state, 'config': config, 'history': []})
     run = train.new_run(state, examples, pool)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
-        speed, _ = train.train(run, os.path.join(folder, 'model.npz'), None)
+        speed, _ = train.train(run, os.path.join(folder, 'model.npz'))
     return speed, run['state']
 
 
