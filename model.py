@@ -3,6 +3,8 @@
 A model reads the beginning of a name and gives a probability to every character that could come
 next. Here are two: the MLP (embedding, batch norm, tanh, softmax) and a tiny GPT with its output
 tied to the embedding. Next, read backward.py: the same things in the same order, backwards.
+
+"Source: A.5" and the like name a section of the derivative reference, the end of README.md.
 """
 import argparse
 import contextlib
@@ -146,7 +148,7 @@ MLP_PARAMETERS = 'C', 'W1', 'b1', 'bngain', 'bnbias', 'W2', 'b2'
 def mlp_steps(p, X, Y):
     """Mean loss of the MLP and all values on the way to it, one operation a line.
 
-    X (N,T) holds ids of context characters, Y (N,) of those that follow.
+    X (N,T) holds ids of context characters, Y (N,) of those that follow; p, the parameters by name.
     """
     C, W1, b1, bngain, bnbias, W2, b2 = (p[name] for name in MLP_PARAMETERS)
     n = len(X)
@@ -311,8 +313,8 @@ GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
 
 def gelu(x, s, y):
     """y = x (1 + tanh u) / 2 = x sigmoid(2u), u = c (x + a x^3), s = sigmoid(2u). Source: A.2."""
-    u2 = x * (2*GELU_C + 2*GELU_C*GELU_A * x * x)          # (N, H)
-    sigmoid(u2, None, s)                                   # (N, H)
+    np.multiply(x, 2*GELU_C + 2*GELU_C*GELU_A * x * x, out=s)                   # (N, H)  2u
+    sigmoid(s, None, s)                                    # (N, H)
     np.multiply(x, s, out=y)                               # (N, H)
 
 
@@ -512,7 +514,8 @@ def make_parameters(config, rng, dtype=np.float32):
 
     Kaiming's rule: a spread of one over the root of the inputs, so that a layer does the same at
     any width; the factors were tried out. W2 is small, so that at first all characters are about as
-    likely and the loss is ln(V); Wo and Wdown, so that the residual stream starts as the embedding.
+    likely and the loss is ln(V); Wo and Wdown, so that the residual stream starts as the embedding
+    (and the loss of the GPT above ln(V): through the tied table each character predicts itself).
     """
     shapes = PARAMETERS[config['model']](config)
     flat = np.empty(sum(map(prod, shapes.values())), dtype)

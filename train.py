@@ -224,7 +224,7 @@ def train_step(run, shares, step):
 def evaluate(model, examples, pool):
     """Mean loss over all of the examples, in nats a character, each word's end included."""
     kind, n = model['config']['model'], len(examples[1])
-    size = 4096 if kind == 'mlp' else 64
+    size = 4096 if kind == 'mlp' else 32
 
     def block(begin):
         chosen = np.arange(begin, min(begin + size, n))
@@ -457,9 +457,9 @@ def check_place(flag, path):
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError(22, 'it is not a file')
-        with open(path + '.tmp', 'wb'):
+        with open(f'{path}.{os.getpid()}.tmp', 'wb') as file:
             pass
-        os.remove(path + '.tmp')
+        os.remove(file.name)
     except (OSError, ValueError) as error:
         raise Refusal(f'cannot write {path}: {m.reason(error)}; choose another {flag}')
 
@@ -492,6 +492,7 @@ def main(argv=None):
     if '' in (typed.get('data'), typed['out'], picture):
         raise Refusal('--data, --out and --plot take the name of a file, not nothing')
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
+    there = which(out)
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
     places = [os.path.realpath(path) for path in (config['data'] or m.DATA, out, picture) if path]
@@ -511,7 +512,7 @@ def main(argv=None):
     with ThreadPoolExecutor(config.get('threads', 1)) as pool:
         run = new_run(state, examples, pool)
         if resume:
-            run.update(kept=state['step'], file=which(out))
+            run.update(kept=state['step'], file=there)
         try:
             speed, signals = train(run, out)
         except FloatingPointError:
