@@ -5,6 +5,7 @@ checkpoint for sample.py.
 """
 import argparse
 import glob
+import importlib.util
 import itertools
 import math
 import os
@@ -331,17 +332,11 @@ def train(run, out):
     return max(state['step'] - first - 1, 0) / max(seconds, 1e-9), signals
 
 
-def new_figure():
-    """Room for a picture; refuses, before training, if matplotlib is not there to draw it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Refusal('--plot needs matplotlib: pip install matplotlib')
-    return Figure(figsize=(12, 5.5), layout='constrained')
-
-
-def plot(figure, state, words, path):
+def plot(state, words, path):
     """Draw the losses, and the embedding as a map of characters, into a picture file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.5), layout='constrained')
     left, right = figure.subplots(1, 2)
     steps, train_losses, dev_losses = np.array(state['history']).T
     left.plot(steps, train_losses, '.-', label='train')
@@ -351,13 +346,11 @@ def plot(figure, state, words, path):
     C = state['best']['p']['C']                                                 # (V, E)
     centred = C - C.mean(0)                                                     # (V, E)
     _, spread, directions = np.linalg.svd(centred, full_matrices=False)
-    x, y = np.zeros((2, len(C)))                                                # (V,)
-    x[:] = centred @ directions[0]                                              # (V,)
-    if len(directions) > 1:
-        y[:] = centred @ directions[1]                                          # (V,)
-    right.scatter(x, y, s=0)                               # texts alone would set no limits
+    places = np.zeros((len(C), 2))                                              # (V, 2)
+    places[:, :len(directions)] = centred @ directions[:2].T
+    right.scatter(*places.T, s=0)                          # texts alone would set no limits
     text = ''.join(words)
-    for character, *place in zip('.' + state['vocabulary'][1:], x, y):
+    for character, place in zip('.' + state['vocabulary'][1:], places):
         rare = character in text and text.count(character) < 0.01 * len(text)
         right.text(*place, character, ha='center', va='center', color='red' if rare else 'black')
     share = (spread[:2]**2).sum() / (spread**2).sum()
@@ -367,7 +360,8 @@ def plot(figure, state, words, path):
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise Refusal(f'cannot draw {path}: {m.reason(error)}; the run is in its checkpoint')
+        raise Refusal(f'cannot draw {path}: {m.reason(error)}; the run is kept, '
+                      'and --resume --plot draws it')
 
 
 # ---- The command line
@@ -499,7 +493,8 @@ def main(argv=None):
     if len(set(places)) < len(places):
         raise Refusal(f'--out {out}, --plot and the data have to be different files')
     if picture:
-        figure = new_figure()
+        if not importlib.util.find_spec('matplotlib'):
+            raise Refusal('--plot needs matplotlib: pip install matplotlib')
         check_place('--plot', picture)
     check_place('--out', out)
     to_examples = m.EXAMPLES[config['model']]
@@ -532,7 +527,7 @@ def main(argv=None):
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(best, state['step'], 10), sep='\n')
     if picture:
-        plot(figure, state, parts['all'], picture)
+        plot(state, parts['all'], picture)
 
 
 if __name__ == '__main__':

@@ -915,7 +915,7 @@ def test_what_is_no_file_is_not_moved_aside(refused, steps_taken, here):
 
 def test_without_matplotlib_a_plot_is_refused_before_the_first_step(
         refused, steps_taken, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_words(NAMES)
     assert "pip install matplotlib" in refused(
         train, *SIZES["mlp"], "--data", "w.txt", "--steps", 2, "--plot", "p.png")
