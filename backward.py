@@ -478,7 +478,7 @@ def show_batch():
     print('\nOne batch of the MLP, 32 x 3 lookups in C:')
     for init in 'naive', 'kaiming':
         rng = np.random.default_rng(1)
-        config = m.configure(dict(init=init, batchnorm=False), m.choices(m.FLAGS))
+        config = m.configure(dict(init=init, batchnorm=False), m.FLAGS)
         vocabulary, examples = m.own_examples(config)
         X, Y = m.mlp_batch(examples, rng.integers(0, len(examples[1]), 32))
         flat = m.make_parameters(config, rng)
@@ -508,7 +508,7 @@ def main(argv=None):
     dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
     tables = list(prove_layers(rng, dtype))
     for kind in [typed.get('model', 'mlp')] if typed else ('mlp', 'gpt'):
-        config = m.configure({**typed, 'model': kind}, m.choices(SMALL))
+        config = m.configure({**typed, 'model': kind}, SMALL)
         _, examples = m.own_examples(config)
         batch = m.BATCH[kind](examples, np.arange(20 if kind == 'mlp' else 3))
         if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':

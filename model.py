@@ -658,7 +658,7 @@ FLAGS = dict(
     init=(one_of('kaiming', 'naive'), 'NAME', 'kaiming', 'kaiming', 'first values; naive: N(0,1)'))
 
 
-def choices(flags):
+def defaults(flags):
     """What each model has where nothing is typed."""
     return {kind: {name: row[column] for name, row in flags.items() if row[column] is not None}
             for kind, column in (('mlp', 2), ('gpt', 3))}
@@ -680,15 +680,16 @@ def add_flags(parser, title, flags):
         group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **how, help=meaning)
 
 
-def configure(typed, choices):
-    """What was typed over the model's choices.
+def configure(typed, flags):
+    """What was typed, over the defaults of the model.
 
     Refuses a flag that means nothing to the model, and heads that do not divide the embedding.
     """
     model = typed.get('model', 'mlp')
-    for name in typed.keys() - choices[model].keys() - {'model'}:
+    known = defaults(flags)[model]
+    for name in typed.keys() - known.keys() - {'model'}:
         raise Refusal(f'{flag(name)} means nothing to --model {model}: leave it out')
-    config = {'model': model, **choices[model], **typed}
+    config = {'model': model, **known, **typed}
     if config['embd'] % config.get('heads', 1):
         raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
                       'each head takes an equal share of the embedding')
@@ -752,9 +753,9 @@ def checked(stored, flags):
     expect(version == FORMAT, f"format {version} is {'newer' if version > FORMAT else 'other'} "
                               f'than {FORMAT}, the one known here')
     raw = str(stored['config']).encode('utf-8', 'surrogateescape')       # undoes text()
-    typed, known = json.loads(os.fsdecode(raw)), choices(flags)
+    typed = json.loads(os.fsdecode(raw))
     config = configure({name: flags[name][0](str(typed[name]))
-                        for name in ('model', *known[typed['model']])}, known)
+                        for name in ('model', *defaults(flags)[typed['model']])}, flags)
     config |= {name: read(str(typed[name])) for name, read in STORED.items()}
     vocabulary = ''.join(map(chr, take('vocabulary', config['vocabulary'], dtype=np.int64)))
     expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
@@ -836,7 +837,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         'model.py', description='Show the shapes of a model, and what naive first values do.')
     add_flags(parser, 'the model', {name: row for name, row in FLAGS.items() if name != 'init'})
-    config = configure(vars(parser.parse_args(argv)), choices(FLAGS))
+    config = configure(vars(parser.parse_args(argv)), FLAGS)
     kind = config['model']
     vocabulary, examples = own_examples(config)
     chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)

@@ -397,7 +397,7 @@ def read_command_line(argv):
 
 def start(typed):
     """The state of a new run, and the words it is for, by part."""
-    config = m.configure(typed, m.choices(ALL_FLAGS))
+    config = m.configure(typed, ALL_FLAGS)
     if 'eval_every' not in typed:
         config['eval_every'] = max(1, config['steps'] // 10)
     if config.get('batchnorm') and config['batch'] == 1:

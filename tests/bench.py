@@ -37,7 +37,7 @@ except ImportError:
     torch = None
 
 RATES = dict(sgd=0.1, adam=0.003)
-CORES = m.choices(train.ALL_FLAGS)['gpt']['threads']
+CORES = m.defaults(train.ALL_FLAGS)['gpt']['threads']
 BATCHES = dict(mlp=64, gpt=4)           # that many different ones, over and over
 
 

@@ -294,7 +294,7 @@ def real_batch():
     """32 examples of real names, for a model of the default sizes."""
     words = m.read_lines(m.DATA)[0][:1000]
     vocabulary = m.make_vocabulary(words)
-    config = dict(m.configure({}, m.choices(m.FLAGS)), vocabulary=len(vocabulary))
+    config = dict(m.configure({}, m.FLAGS), vocabulary=len(vocabulary))
     examples = m.mlp_examples(words, vocabulary, config['context'])
     batch = m.mlp_batch(examples, rng(1).integers(0, len(examples[1]), 32))
     flat = m.make_parameters(config, rng(2), np.float64)

@@ -106,7 +106,7 @@ def test_copy_scaled_by_3_5_moves_3_5_times():
 # ---- Parameters
 
 def default_config(kind, **choices):
-    return {**m.choices(m.FLAGS)[kind], 'model': kind, 'vocabulary': 27, 'longest': 15, **choices}
+    return {**m.defaults(m.FLAGS)[kind], 'model': kind, 'vocabulary': 27, 'longest': 15, **choices}
 
 
 def sizes(config):
