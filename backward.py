@@ -38,7 +38,7 @@ def mlp_steps_backward(p, X, Y, a):
     dnorm_logits = dcounts * a['counts']                                        # (N, V)
     # norm_logits = logits - logit_maxes
     dlogits = dnorm_logits.copy()                                               # (N, V)  1 of 2
-    # zero but for rounding, whatever the logits are: the same shift of a whole row changes no loss
+    # zero but for rounding: the same number added to a whole row of logits changes no loss
     dlogit_maxes = -dnorm_logits.sum(1, keepdims=True)                          # (N, 1)
     # logit_maxes = logits.max(1): only the largest of each row was looked at
     dlogits[np.arange(n), a['logits'].argmax(1)] += dlogit_maxes[:, 0]          # (N,)    2 of 2
@@ -212,10 +212,7 @@ def softmax_backward(dprobs, probs, dz):
 
 @kernel
 def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
-    """dqkv (N,3E) from dctx (N,E); dweights (A,P) is room. Every row asks: rows[i] is i.
-
-    Source: A.5.
-    """
+    """dqkv (N,3E) from dctx (N,E); dweights (A,P) is room; all rows ask. Source: A.5."""
     N, E = dctx.shape
     A = len(weights)
     parts, dparts = qkv.reshape(N, 3, A, E // A), dqkv.reshape(N, 3, A, E // A)
@@ -263,7 +260,7 @@ def head_backward(dlogits, x, C, dx, dC):
 
 @kernel
 def cross_entropy_backward(probs, Y, dlogits):
-    """(probs - onehot(Y)) / N: the mean's divisor is in every gradient behind it. Source: A.3."""
+    """(probs - onehot(Y)) / N: the mean's 1/N, and so every later gradient has it. Source: A.3."""
     N, V = probs.shape
     share = probs.dtype.type(1 / N)
     for i in range(N):
@@ -275,7 +272,10 @@ def cross_entropy_backward(probs, Y, dlogits):
 # ---- The two models: the lines of model.py upside down
 
 def mlp_backward(config, p, batch, a, d, g):
-    """After mlp() has filled a: the gradients d of the activations, and g of the parameters."""
+    """After mlp() has filled a: the gradients d of activations, and g of the parameters.
+
+    What is an activation only to be kept for the way back has no gradient in d.
+    """
     X, Y = batch
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
@@ -291,7 +291,7 @@ def mlp_backward(config, p, batch, a, d, g):
 
 
 def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """After gpt() has filled a: the gradients d of the activations, and g of the parameters."""
+    """After gpt() has filled a: the gradients d of activations, and g of the parameters."""
     X, Y, rows, first = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
@@ -337,10 +337,10 @@ STEP = {'float64': 3e-6, 'float32': 5e-3}
 TOLERANCE = {'float64': 1e-7, 'float32': 2e-2}
 
 
-def off(loss, corners, w, dw, u):
-    """How far dw is from the difference of the loss along u; None where that tells nothing.
+def error_along(loss, corners, w, dw, u):
+    """How far dw is from the difference of the loss along the direction u.
 
-    Where a rectifier turned its corner in between, it has no derivative.
+    None if the input of a ReLU changed its sign in between: across its corner is no derivative.
     """
     h, kept = STEP[w.dtype.name], w.copy()
     w += h * u
@@ -355,18 +355,18 @@ def prove(loss, blocks, rng, samples=None, corners=lambda: 0):
     """A row for each block {name: (w, dw)}: name, shape, and two relative errors of dw.
 
     The first is the largest of all elements (or of `samples` of them), the second that along one
-    random direction. `corners` tells on which side of its corner each rectifier is.
+    random direction. `corners` tells on which side of its corner each ReLU is.
     """
     rows = []
     for name, (w, dw) in blocks.items():
         errors, along = [], None
         for place in rng.permutation(w.size)[:samples]:
             u = (np.arange(w.size) == place).reshape(w.shape)
-            errors.append(off(loss, corners, w, dw, u.astype(w.dtype)))
+            errors.append(error_along(loss, corners, w, dw, u.astype(w.dtype)))
         worst = np.max([error for error in errors if error is not None], initial=0)
         while along is None:
             u = rng.standard_normal(w.shape).astype(w.dtype)
-            along = off(loss, corners, w, dw, u / np.linalg.norm(u))
+            along = error_along(loss, corners, w, dw, u / np.linalg.norm(u))
         rows.append((name, w.shape, worst / max(abs(dw).max(), FLOOR),
                      along / max(np.linalg.norm(dw) / sqrt(dw.size), FLOOR)))
     return rows
@@ -377,7 +377,7 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
 
     `inputs` and `filled` are shapes of arrays, `given` are other arguments. The loss is what the
     layer returns, or its output weighted by random numbers: these are then the gradient that
-    arrives. With ones the right gradient of a normalizer would be zero, and a wrong one too.
+    arrives. With ones that of batch norm would be zero, right or wrong.
     """
     twin = globals()[forward.__name__ + '_backward']
     reads, twin_reads = (list(inspect.signature(getattr(function, 'py_func', function)).parameters)
@@ -385,15 +385,16 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
     values = {name: rng.standard_normal(shape).astype(dtype) for name, shape in inputs.items()}
     values |= {name: np.zeros(shape, dtype) for name, shape in filled.items()} | given
     d = {name: np.zeros_like(values[name[1:]]) for name in twin_reads if name[1:] in values}
-    output = twin_reads[0][1:]          # dy comes first, but for the loss itself nothing arrives
+    # dy comes first; at the loss itself nothing arrives
+    output = twin_reads[0][1:] if twin_reads[0] in d else None
     weights = rng.standard_normal(np.shape(values.get(output))).astype(dtype)
-    if output in values:
+    if output:
         d['d' + output][:] = weights
 
     def run():
         after = {name: np.copy(value) for name, value in values.items()}
         result = forward(*(after[name] for name in reads))
-        return after, (weights * after[output]).sum() if output in values else result
+        return after, (weights * after[output]).sum() if output else result
 
     after, _ = run()
     twin(*(d[name] if name in d else after[name] for name in twin_reads))
@@ -402,7 +403,7 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
 
 
 def prove_layers(rng, dtype):
-    """(name, rows) of each layer, on sizes that are small, odd and all different."""
+    """(name, rows) of each layer, on sizes that are small and mostly different."""
     X, Y = np.array([[1, 3], [3, 3], [0, 1]]), np.array([4, 0, 4])
     first, rows = np.array([0, 0, 0, 3, 4, 4, 4]), np.arange(7)    # names of 3, 1 and 3 rows
     mask = (rng.random((3, 5)) < 0.5) * dtype.type(2)
@@ -424,17 +425,16 @@ def prove_layers(rng, dtype):
         yield forward.__name__, prove_layer(forward, inputs, given, filled, rng, dtype)
 
 
-def run_model(config, flat, batch, **masks):
+def run_model(config, p, batch, **masks):
     """Forward and backward in new arrays: the loss as a function, and what was filled.
 
     With `--backward steps` it is the column; the tests prove all values on its way, too.
     """
-    kind, dtype = config['model'], flat.dtype
-    p = m.views(m.PARAMETERS[kind](config), flat)
+    kind, dtype = config['model'], p['C'].dtype
     a, d = (m.arrays(m.ACTIVITY[kind](config, *m.sizes(batch)), dtype) for _ in range(2))
     g = m.arrays(m.PARAMETERS[kind](config), dtype)
     if config.get('backward') == 'steps':
-        return lambda: m.mlp_steps(p, *batch)[0], p, a, d, \
+        return lambda: m.mlp_steps(p, *batch)[0], a, d, \
             mlp_steps_backward(p, *batch, m.mlp_steps(p, *batch)[1])
 
     def loss():
@@ -442,18 +442,17 @@ def run_model(config, flat, batch, **masks):
 
     loss()
     BACKWARD[kind](config, p, batch, a, d, g, **masks)
-    return loss, p, a, d, g
+    return loss, a, d, g
 
 
 def prove_model(config, batch, rng, dtype, samples=None):
     """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
-    masks, rate = {}, config.get('dropout', 0)
-    if rate:
-        masks['masks'] = (rng.random((2*config['layers'], len(batch[1]), config['embd']))
-                          >= rate) * dtype.type(1 / (1 - rate))
-    flat = m.make_parameters({**config, 'init': 'kaiming'}, rng, dtype)
-    flat += 0.3 * rng.standard_normal(flat.shape)          # no gain 1, no bias 0, no branch small
-    loss, p, a, _, g = run_model(config, flat, batch, **masks)
+    masks = {'masks': m.dropout_masks(config, len(batch[1]), rng, dtype.type)} \
+        if config.get('dropout') else {}
+    p = m.make_parameters({**config, 'init': 'kaiming'}, rng, dtype)
+    for w in p.values():                # no gain 1, no bias 0, no branch small
+        w += 0.3 * rng.standard_normal(w.shape)
+    loss, a, _, g = run_model(config, p, batch, **masks)
     blocks = {name: (w, g[name]) for name, w in p.items()}
     before = a['hpreact' if config['model'] == 'mlp' else 'up']
     return prove(loss, blocks, rng, samples, lambda: before > 0 if 'relu' in config['act'] else 0)
@@ -481,8 +480,7 @@ def show_batch():
         config = m.configure(dict(init=init, batchnorm=False), m.FLAGS)
         vocabulary, examples = m.own_examples(config)
         X, Y = m.mlp_batch(examples, rng.integers(0, len(examples[1]), 32))
-        flat = m.make_parameters(config, rng)
-        _, _, _, d, g = run_model(config, flat, (X, Y))
+        _, _, d, g = run_model(config, m.make_parameters(config, rng), (X, Y))
         share = abs(d['hpreact']).mean() / abs(d['h']).mean()
         print(f'  {share:.0%} of the gradient comes through tanh with --init {init}')
     used, letters = abs(g['C']).sum(1) > 0, np.array(list('.' + vocabulary[1:]))  # '.': boundary

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import sys
 import unicodedata
 import warnings
@@ -19,7 +18,7 @@ import zipfile
 from math import exp, log, prod, sqrt
 
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')         # one core for a product: train.py gives
-                                                           # each core a share of the batch instead
+                                                           # each a share of the GPT's batch instead
 
 import numba
 import numpy as np
@@ -29,15 +28,16 @@ import numpy as np
 #   V  vocabulary: characters, the boundary among them          27 for lowercase names
 #   T  context: how many characters a prediction may look at     3 in the MLP   16 in the GPT
 #   E  embedding: how many numbers stand for a character        10              64
-#   H  hidden units                                             64             256, 4E always
+#   H  hidden units; the GPT has 4E, written so                 64
 #   L  layers of the GPT                                                         4
 #   A  attention heads, each E/A wide                                            4
 #   N  rows of a batch, one for each character to predict       32             460 or so
 #   P  pairs of a character with itself or one before it in its name          2000 or so
 #   M  rows that attention looks at: N, or all that are remembered while names are generated
+#   I, O  inputs and outputs of a linear layer
 #
-# Parameters with a capital letter (C, W1, ...) are matrices, in the GPT one for each layer; the
-# others (b1, gain, ...) are vectors.
+# Parameters with a capital letter (C, W1, ...) are matrices, the others (b1, gain, ...) vectors; of
+# most the GPT has one for each layer, in one array.
 
 
 class Refusal(Exception):
@@ -78,8 +78,8 @@ def read_lines(path):
                       'convert it, e.g. iconv -f LATIN1 -t UTF-8')
     if '\0' in content:
         raise Refusal(f'{path} is not a text file: it holds a NUL byte')
-    lines = re.split('\r\n|\r|\n', unicodedata.normalize('NFC', content))
-    return [line.strip(' \t') for line in lines], hashlib.sha256(raw).hexdigest()
+    content = unicodedata.normalize('NFC', content).replace('\r\n', '\n').replace('\r', '\n')
+    return [line.strip(' \t') for line in content.split('\n')], hashlib.sha256(raw).hexdigest()
 
 
 def make_vocabulary(words):
@@ -184,9 +184,9 @@ def mlp_steps(p, X, Y):
 # ---- Layers
 #
 # A layer reads its first arguments and fills its last ones, which exist already: the large arrays
-# of a step are made once. Matrix products, exp and tanh of whole arrays are NumPy's. The rest would
-# take NumPy several passes over memory. These are kernels: loops that Numba compiles when first
-# called, in float32 to train and in float64 to prove. x.dtype.type(0) is a zero of x's own kind.
+# of a step are made once. Matrix products, exp and tanh of whole arrays are NumPy's. Most of the
+# rest would take NumPy several passes over memory: it is kernels, loops that Numba compiles when
+# first called, in float32 to train and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
 # Kernels of several threads run at once (nogil), 1/0 is infinite as in NumPy (error_model), and the
 # fastmath flags let loops be vectorized and leave NaN and infinity as they are.
 
@@ -201,10 +201,7 @@ def kernel(function):
 
 @kernel
 def embedding(C, X, emb):
-    """A copy of a row of C (V,E) for each id in X (N,T), the T of a row end to end in emb (N,T*E).
-
-    Source: A.6.
-    """
+    """emb (N,T*E): rows of C (V,E), T of them end to end, by the ids in X (N,T). Source: A.6."""
     N, T = X.shape
     E = C.shape[1]
     for k in range(N):
@@ -350,8 +347,9 @@ def softmax(z, probs):
 def attention(qkv, rows, first, weights, ctx):
     """ctx (N,E): what each row gathers from the rows of its name up to itself. Source: A.5.
 
-    A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key is a
-    score, the softmax of the scores is weights (A,P), and ctx the mean of the values so weighted.
+    A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key, over
+    the root of their length, is a score; the softmax of the scores is weights (A,P), and ctx the
+    mean of the values so weighted.
     rows (N,) tells which rows ask, first (N,) where their names begin: later rows are never seen.
     """
     N, E = ctx.shape
@@ -381,7 +379,7 @@ def attention(qkv, rows, first, weights, ctx):
 
 
 def residual(x, branch, mask):
-    """x += branch, both (N,E). Source: A.6.
+    """x += branch, both (N,E), the branch times its mask. Source: A.6.
 
     Dropout leaves out a random share of the branch, so that no unit relies on another: mask (N,E)
     is 0 there and 1 / (1 - rate) elsewhere, which keeps the mean. Without dropout it is None.
@@ -398,7 +396,7 @@ def head(x, C, logits):
 
 @kernel
 def cross_entropy(logits, Y, probs):
-    """Mean over rows of -ln softmax(logits)[Y], in nats; probs (N,V) = softmax. Source: A.3."""
+    """Mean over rows of -ln softmax(logits)[Y]; probs (N,V) = softmax. Source: A.3."""
     N, V = logits.shape
     loss = 0.
     for i in range(N):
@@ -439,8 +437,9 @@ def mlp_parameters(config):
 
 def mlp_activations(config, N, P):
     V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
-    return dict(emb=(N, T*E), hprebn=(N, H), bnraw=(N, H), bnvar_inv=(H,), hpreact=(N, H),
-                s=(N, H), h=(N, H), logits=(N, V), probs=(N, V))
+    kept = dict(bnraw=(N, H), bnvar_inv=(H,)) if config['batchnorm'] else {}
+    return dict(emb=(N, T*E), hprebn=(N, H), **kept, hpreact=(N, H), s=(N, H), h=(N, H),
+                logits=(N, V), probs=(N, V))
 
 
 def mlp(config, p, batch, a, statistics=None):
@@ -464,7 +463,9 @@ def mlp(config, p, batch, a, statistics=None):
 
 
 def gpt_parameters(config):
-    """C of characters, P of positions, gains of all norms, W of query, key and value, and so on."""
+    """C of characters, P of positions, gains of all norms; W of queries, keys and values, of the
+    output of attention, and up to and down from the hidden layer.
+    """
     V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
     return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
@@ -519,24 +520,29 @@ FORWARD = dict(mlp=mlp, gpt=gpt)
 
 
 def make_parameters(config, rng, dtype=np.float32):
-    """A flat vector of first values, to be seen through views(PARAMETERS[...](config), flat).
+    """First values, by name.
 
-    Kaiming's rule: a spread of one over the root of the inputs, so that a layer does the same at
-    any width; the factors were tried out. W2 is small, so that at first all characters are about as
-    likely and the loss is ln(V); Wo and Wdown, so that the residual stream starts as the embedding
-    (and the loss of the GPT above ln(V): through the tied table each character predicts itself).
+    Matrices W have standard deviation 1 / sqrt(inputs), so that a layer does the same at any width,
+    times a factor that was tried out. W2 is small, so that at first all characters are about as
+    likely and the loss is ln(V); Wo and Wdown, so that the residual stream, the rows x that every
+    branch adds to, starts as the embedding (and the tied head predicts each character's own).
     """
-    shapes = PARAMETERS[config['model']](config)
-    flat = np.empty(sum(map(prod, shapes.values())), dtype)
-    scales = dict(C=0.1, P=0.1, W1=0.5, W2=0.2, Wqkv=1, Wo=0.03, Wup=1, Wdown=0.03)
-    for name, w in views(shapes, flat).items():
-        spread = scales.get(name, 0)                       # biases start at zero
+    p = arrays(PARAMETERS[config['model']](config), dtype)
+    factors = dict(C=0.1, P=0.1, W1=0.5, W2=0.2, Wqkv=1, Wo=0.03, Wup=1, Wdown=0.03)
+    for name, w in p.items():
+        std = factors.get(name, 0)                         # biases start at zero
         if name[0] == 'W':
-            spread /= sqrt(w.shape[-2])                    # the number of inputs
+            std /= sqrt(w.shape[-2])                       # the number of inputs
         if config['init'] == 'naive':
-            spread = 1
-        w[:] = 1 if name in ('gain', 'bngain') else spread * rng.standard_normal(w.shape)
-    return flat
+            std = 1
+        w[:] = 1 if name in ('gain', 'bngain') else std * rng.standard_normal(w.shape)
+    return p
+
+
+def dropout_masks(config, N, rng, dtype=np.float32):
+    """Masks (2L,N,E) for residual(): 0 for what is dropped, else 1 / (1 - rate)."""
+    kept = rng.random((2*config['layers'], N, config['embd']), dtype) >= config['dropout']
+    return kept * dtype(1 / (1 - config['dropout']))                            # (2*L, N, E)
 
 
 # ---- Using a model: a dict of its config, vocabulary, parameters p and batch-norm statistics
@@ -565,7 +571,7 @@ def batchnorm_statistics(p, examples):
 
 def choose(logits, u, temperature, top_k, top_p):
     """An id for each row of logits (n,V); the number u (n,) from 0 to 1 decides which."""
-    if temperature < 1e-9 or top_k == 1:
+    if temperature < 1e-9:
         return logits.argmax(1)
     order = np.argsort(-logits, axis=1, kind='stable')                          # (n, V)
     z = np.take_along_axis(logits, order, 1).astype(np.float64)                 # (n, V)
@@ -573,15 +579,15 @@ def choose(logits, u, temperature, top_k, top_p):
     if top_k:
         weights[:, top_k:] = 0
     below = weights.cumsum(1) - weights                                         # (n, V)
-    if 0 < top_p < 1:                   # the fewest that have top_p together
+    if top_p:                           # the fewest that have top_p together
         weights[below >= top_p * weights.sum(1, keepdims=True)] = 0
     ends = weights.cumsum(1)                                                    # (n, V)
     place = (ends <= u[:, None] * ends[:, -1:]).sum(1)                          # (n,)
     return order[np.arange(len(order)), place]
 
 
-def generate(model, n, rng, temperature=1., top_k=0, top_p=1., prefix='', max_len=None):
-    """n names, each character of all of them at once; none is empty or longer than max_len."""
+def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
+    """n names, which grow together, a character a step; none is empty or longer than max_len."""
     config, vocabulary = model['config'], model['vocabulary']
     T, prefix = config['context'], encode([prefix], vocabulary, 0)
     longest, memory = max_len or len(prefix) + config['longest'], None
@@ -647,7 +653,7 @@ def one_of(*values):
 
 FLAGS = dict(
     model=(one_of('mlp', 'gpt'), '{mlp,gpt}', None, None, 'which one (mlp)'),
-    context=(number(int, 0), 'N', 3, 0, 'characters it looks at; 0: the longest word'),
+    context=(number(int, 0), 'N', 3, 0, 'characters it looks at; 0: longest word + 1'),
     embd=(number(int, 1), 'N', 10, 64, 'width of the embedding'),
     hidden=(number(int, 1), 'N', 64, None, 'hidden units'),
     layers=(number(int, 1), 'N', None, 4, 'layers'),
@@ -725,7 +731,10 @@ def save(path, state, aside=None):
             file.flush()
             os.fsync(file.fileno())
         if aside:
-            os.link(path, aside)
+            try:
+                os.link(path, aside)
+            except OSError:             # a file system without links
+                os.rename(path, aside)
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -765,7 +774,7 @@ def checked(stored, flags):
         config=config, vocabulary=vocabulary, step=int(take('step', dtype=np.int64)),
         best_step=int(take('best_step', dtype=np.int64)),
         history=take('history', len(stored['history']), 3, dtype=np.float64).tolist(),
-        moments=take('moments', len(stored['moments']), sum(map(prod, shapes.values()))))
+        moments=take('moments', 2, sum(map(prod, shapes.values()))))
     expect(-1 <= state['best_step'] <= state['step'], 'best_step is not between -1 and step')
     statistics = ('bnmean', 'bnvar') if config.get('batchnorm') else ()
     for kind in 'best', 'latest':
@@ -797,20 +806,22 @@ def own_examples(config):
     vocabulary = make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     config['context'] = config['context'] or max(map(len, words)) + 1
+    if config['model'] == 'gpt':
+        words = [word for word in words if len(word) < config['context']]
     return vocabulary, EXAMPLES[config['model']](words, vocabulary, config['context'])
 
 
 # ---- What every command does
 
 def command(main):
-    """Wrap a main(argv): text is UTF-8, a refusal is one sentence and exit status 2."""
+    """Wrap a main(argv): files and pipes are UTF-8, a refusal is one sentence and status 2."""
     def run(argv=None):
         for stream in filter(None, (sys.stdout, sys.stderr)):
             if stream.isatty():
                 stream.reconfigure(errors='backslashreplace')
             else:                       # as in names of files, bytes that are no UTF-8 stay
                 stream.reconfigure(encoding='utf-8', errors='surrogateescape')
-        # what overflows is not finite, and that is looked for where it matters
+        # no warnings of overflow: infinity and NaN are looked for where they matter
         warnings.filterwarnings('ignore', category=RuntimeWarning)
         try:
             status = main(argv)
@@ -855,8 +866,7 @@ def main(argv=None):
           f'ln V, that of guessing evenly, is {log(len(vocabulary)):.2f}')
     for init in 'naive', 'kaiming':
         plain = {**config, 'init': init, 'batchnorm': False}
-        flat = make_parameters(plain, np.random.default_rng(1))
-        p = views(PARAMETERS[kind](plain), flat)
+        p = make_parameters(plain, np.random.default_rng(1))
         loss, a = predict(dict(config=plain, p=p, statistics=None), batch)
         flat_ends = f"{(abs(a['h']) > 0.99).mean():7.0%} of h is at the flat ends of tanh"
         print(f"  --init {init:<8} {loss:>6.2f} {flat_ends if config['act'] == 'tanh' else ''}")

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 # ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one
 #
-# moments (k,size) is what an optimizer remembers of the gradients before.
+# moments (2,size) is room for what an optimizer remembers of the gradients before.
 
 
 @kernel
@@ -62,7 +62,6 @@ def adam(w, dw, moments, lr, t):
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
-MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
@@ -178,7 +177,7 @@ def make_room(config, room, N, P):
 
 
 def gradient(run, share, step, thread, rows):
-    """What a share adds to the mean loss over all rows; fills g of its thread the same way."""
+    """A share's part in the mean loss over all rows; fills g of its thread with the gradient."""
     config, p, room = run['config'], run['p'], run['rooms'][thread]
     kind, masks = config['model'], {}
     if config.get('backward') == 'steps':
@@ -191,9 +190,7 @@ def gradient(run, share, step, thread, rows):
     make_room(config, room, N, P)
     if config.get('dropout'):
         rng = np.random.default_rng((DROPOUT, config['seed'], step, thread))
-        kept = rng.random((2*config['layers'], N, config['embd']), np.float32)
-        kept = kept >= config['dropout']                                        # (2*L, N, E)
-        masks['masks'] = kept * np.float32(1 / (1 - config['dropout']))         # (2*L, N, E)
+        masks['masks'] = m.dropout_masks(config, N, rng)                        # (2*L, N, E)
     loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
     backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
     if N < rows:
@@ -244,7 +241,7 @@ def sample(model, step, n):
 # ---- The run
 
 def which(path):
-    """What tells a file from any that takes its place, or None if there is none."""
+    """What tells a file from any that takes its place: its number and time; None without one."""
     return (os.stat(path).st_ino, os.stat(path).st_mtime_ns) if os.path.exists(path) else None
 
 
@@ -307,7 +304,7 @@ def train(run, out):
                disable=not sys.stderr.isatty(), dynamic_ncols=True)
     try:
         if is_due(first) and first not in [step for step, _, _ in state['history']]:
-            milestone()                 # which an interruption had come before
+            milestone()                 # it was due when the run was interrupted
         for step, shares in zip(bar, batches(config, run['examples']['train'], first)):
             loss = train_step(run, shares, step)
             if not math.isfinite(loss):
@@ -350,13 +347,13 @@ def plot(state, words, path):
     places[:, :len(directions)] = centred @ directions[:2].T
     right.scatter(*places.T, s=0)                          # texts alone would set no limits
     text = ''.join(words)
-    for character, place in zip('.' + state['vocabulary'][1:], places):
+    for character, place in zip('↵' + state['vocabulary'][1:], places):
         rare = character in text and text.count(character) < 0.01 * len(text)
         right.text(*place, character, ha='center', va='center', color='red' if rare else 'black')
     share = (spread[:2]**2).sum() / (spread**2).sum()
     right.set(xlabel='first principal direction', ylabel='second',
               title=f'Embedding: {share:.0%} of its spread\n'
-                    '"." is the boundary, red are characters below 1 %')
+                    '"↵" is the boundary, red are characters below 1 %')
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -376,8 +373,8 @@ TRAINING = dict(
     weight_decay=(number(float, 0), 'F', 0., 0.1, 'decoupled, of matrices, as in AdamW'),
     dropout=(number(float, 0, 0.99), 'F', None, 0., 'share of each branch that is dropped'),
     seed=(number(int, 0), 'N', 1, 1, 'for first values, order and dropout'),
-    eval_every=(number(int, 0), 'N', 0, 0, 'steps to an evaluation, 0: only at the end (a tenth)'),
-    backward=(one_of('fused', 'steps'), 'WAY', 'fused', None, 'or steps: one operation a line'),
+    eval_every=(number(int, 0), 'N', 0, 0, 'evaluate every N steps, 0: only at the end (a tenth)'),
+    backward=(one_of('fused', 'steps'), 'WAY', 'fused', None, 'steps: one operation a line'),
     threads=(number(int, 1, 64), 'N', None, min(2, os.cpu_count() or 1), 'shares of a batch'))
 ALL_FLAGS = {**m.FLAGS, **TRAINING}
 
@@ -411,10 +408,9 @@ def start(typed):
     config['context'] = config['context'] or config['longest'] + 1
     vocabulary = m.make_vocabulary(parts['all'])
     config['vocabulary'] = len(vocabulary)
-    flat = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
-    latest = dict(config=config, vocabulary=vocabulary, statistics={},
-                  p=m.views(m.PARAMETERS[config['model']](config), flat))
-    moments = np.zeros((MOMENTS[config['optimizer']], len(flat)), np.float32)
+    p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
+    latest = dict(config=config, vocabulary=vocabulary, p=p, statistics={})
+    moments = np.zeros((2, sum(w.size for w in p.values())), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
                 moments=moments, latest=latest), parts
 
@@ -423,8 +419,6 @@ def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with, by part."""
     state = m.load(out, ALL_FLAGS)
     config = state['config']
-    if len(state['moments']) != MOMENTS[config['optimizer']]:
-        raise Refusal(f"{out} has not the moments of {config['optimizer']}")
     for name in typed:
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
             value = '' if name == 'batchnorm' else f' {typed[name]}'
