@@ -272,10 +272,7 @@ def cross_entropy_backward(probs, Y, dlogits):
 # ---- The two models: the lines of model.py upside down
 
 def mlp_backward(config, p, batch, a, d, g):
-    """After mlp() has filled a: the gradients d of activations, and g of the parameters.
-
-    What is an activation only to be kept for the way back has no gradient in d.
-    """
+    """After mlp() has filled a: g of the parameters, and d of what has a gradient in a."""
     X, Y = batch
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
@@ -291,7 +288,7 @@ def mlp_backward(config, p, batch, a, d, g):
 
 
 def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """After gpt() has filled a: the gradients d of activations, and g of the parameters."""
+    """After gpt() has filled a: g of the parameters, and d of what has a gradient in a."""
     X, Y, rows, first = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]

@@ -463,9 +463,7 @@ def mlp(config, p, batch, a, statistics=None):
 
 
 def gpt_parameters(config):
-    """C of characters, P of positions, gains of all norms; W of queries, keys and values, of the
-    output of attention, and up to and down from the hidden layer.
-    """
+    """C: characters, P: positions, gain: all norms, Wqkv, Wo: attention, Wup, Wdown: hidden layer."""
     V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
     return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
@@ -733,6 +731,8 @@ def save(path, state, aside=None):
         if aside:
             try:
                 os.link(path, aside)
+            except FileExistsError:
+                raise
             except OSError:             # a file system without links
                 os.rename(path, aside)
         os.replace(partial, path)
@@ -742,7 +742,8 @@ def save(path, state, aside=None):
         raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
 
 
-STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), data=str, sha256=str)
+STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), sha256=str,
+              data=lambda path: os.fsdecode(os.fsencode(path)))            # raises if it is none
 
 
 def checked(stored, flags):

@@ -862,6 +862,13 @@ def test_an_edited_checkpoint_gets_one_sentence(trained, refused, change):
     assert out in refused(train, "--resume", "--steps", 70, "--out", out)
 
 
+def test_a_data_file_with_an_impossible_name_gets_one_sentence(trained, refused):
+    """A lone surrogate, which no stream can write, must not come as far as a message."""
+    edit("out/mlp.npz", config=dict(data="\ud800"))
+    assert "not a checkpoint in good order" in refused(sample, "out/mlp.npz", "--new")
+    assert "not a checkpoint in good order" in refused(train, "--resume", "--steps", 70)
+
+
 @pytest.mark.parametrize("kind, config", [
     ("mlp", dict(steps="x")), ("mlp", dict(lr=None)), ("mlp", dict(batch=0)),
     ("mlp", dict(seed=-1)), ("mlp", dict(optimizer="newton")), ("mlp", dict(eval_every=-1)),
