@@ -463,7 +463,7 @@ def mlp(config, p, batch, a, statistics=None):
 
 
 def gpt_parameters(config):
-    """C: characters, P: positions, gain: all norms, Wqkv, Wo: attention, Wup, Wdown: hidden layer."""
+    """C: characters, P: positions, gain: norms, Wqkv, Wo: attention, Wup, Wdown: hidden layer."""
     V, T, E, L = (config[size] for size in ('vocabulary', 'context', 'embd', 'layers'))
     return dict(C=(V, E), P=(T, E), gain=(2*L + 1, E), Wqkv=(L, E, 3*E), Wo=(L, E, E),
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
@@ -697,6 +697,9 @@ def configure(typed, flags):
     if config['embd'] % config.get('heads', 1):
         raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
                       'each head takes an equal share of the embedding')
+    if model == 'gpt' and config['embd'] < 3:
+        raise Refusal(f"--embd {config['embd']}: normalized, so few numbers are little but signs; "
+                      'take 3 or more')
     return config
 
 
@@ -809,6 +812,8 @@ def own_examples(config):
     config['context'] = config['context'] or max(map(len, words)) + 1
     if config['model'] == 'gpt':
         words = [word for word in words if len(word) < config['context']]
+    if not words:
+        raise Refusal(f"--context {config['context']}: no name of data/names.txt fits, nor its end")
     return vocabulary, EXAMPLES[config['model']](words, vocabulary, config['context'])
 
 
@@ -817,13 +822,14 @@ def own_examples(config):
 def command(main):
     """Wrap a main(argv): files and pipes are UTF-8, a refusal is one sentence and status 2."""
     def run(argv=None):
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+        sys.stdout, sys.stderr = (stream or open(os.devnull, 'w')      # closed: nobody listens
+                                  for stream in (sys.stdout, sys.stderr))
+        for stream in sys.stdout, sys.stderr:
             if stream.isatty():
                 stream.reconfigure(errors='backslashreplace')
             else:                       # as in names of files, bytes that are no UTF-8 stay
                 stream.reconfigure(encoding='utf-8', errors='surrogateescape')
-        # no warnings of overflow: infinity and NaN are looked for where they matter
-        warnings.filterwarnings('ignore', category=RuntimeWarning)
+        warnings.simplefilter('ignore')     # infinity and NaN are looked for where they matter
         try:
             status = main(argv)
             print(end='', flush=True)

@@ -42,7 +42,8 @@ def read_command_line(argv):
     flag('--unique', action='store_true', help='no name twice')
     flag('--new', action='store_true', help='no name that stands in the data')
     flag('--score', type=word, nargs='+', metavar='WORD',
-         help='print log-probability in nats, the same per character, and perplexity instead')
+         help='print log-probability in nats, the same per character, and perplexity instead; '
+              'the checkpoint stands before it')
     flag('--json', action='store_true', help='one JSON object a line')
     return parser.parse_args(argv)
 
@@ -95,7 +96,7 @@ def print_names(model, args, known):
     """Print up to args.n names; `known` are the words of the data, or None."""
     rng = np.random.default_rng(args.seed)
     printed, seen, in_data, tried = 0, set(), 0, 0
-    terminal = sys.stdout and sys.stdout.isatty()
+    terminal = sys.stdout.isatty()
     while printed < args.n and tried < 1000 + 100 * args.n:
         size = 1000 if args.unique or args.new else min(1000, args.n - printed)
         names = m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,

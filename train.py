@@ -4,6 +4,7 @@ python train.py trains on data/names.txt, prints the losses and ten invented nam
 checkpoint for sample.py.
 """
 import argparse
+import contextlib
 import glob
 import importlib.util
 import itertools
@@ -73,8 +74,9 @@ def learning_rate(config, step):
 # ---- Data
 
 def say(line):
-    """A line for the person at the terminal, above the progress bar if there is one."""
-    tqdm.write(line, file=sys.stderr)
+    """A line for whoever is at the terminal; that nobody is must not stop a run."""
+    with contextlib.suppress(OSError):
+        tqdm.write(line, file=sys.stderr)
 
 
 def split(words):
@@ -103,10 +105,10 @@ def read_words(config):
     train, dev, test = split(used)
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
-    say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used, {distinct} '
-        f'distinct, {len(used) - distinct} duplicates')
-    say(f'longest {max(map(len, used))}, {len(set().union(*used))} characters; {seen:.0%} of the '
-        'dev words are in train too')
+    say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used')
+    say(f'{distinct} distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
+        f'{len(set().union(*used))} characters')
+    say(f'{seen:.0%} of the dev words are in train too')
     if len(used) < len(words):
         say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
             '(see --max-len and --context)')
@@ -298,7 +300,8 @@ def train(run, out):
             f"{' '.join(sample(state['latest'], step, 3))}")
         begun += time.perf_counter() - paused
 
-    handled = signal.SIGINT, signal.SIGTERM
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', None))
+               if number and signal.getsignal(number) != signal.SIG_IGN]       # as under nohup
     before = [signal.signal(number, lambda number, _: signals.append(number)) for number in handled]
     bar = tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
                disable=not sys.stderr.isatty(), dynamic_ncols=True)
@@ -479,7 +482,11 @@ def main(argv=None):
     resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
     if '' in (typed.get('data'), typed['out'], picture):
         raise Refusal('--data, --out and --plot take the name of a file, not nothing')
+    if picture and not picture.lower().endswith(('.png', '.svg', '.pdf')):
+        raise Refusal(f'--plot {picture}: a picture is a .png, .svg or .pdf file')
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
+    if os.path.islink(out):
+        out = os.path.realpath(out)     # the link itself stays
     there = which(out)
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
@@ -510,9 +517,9 @@ def main(argv=None):
                 + (f"{out} keeps step {run['kept']}" if run['file'] else 'nothing was written'))
             return 1
         if signals:
-            command = shlex.join(['python', 'train.py', '--resume', '--out', out,
-                                  *(['--plot', picture] if picture else [])])
-            say(f"stopped at step {state['step']}, all of it kept; to go on: {command}")
+            command = ['python', sys.argv[0], '--resume', '--out', out]
+            command += ['--plot', picture] if picture else []
+            say(f"stopped: step {state['step']}, saved; to go on: {shlex.join(command)}")
             return 128 + signals[0]
         best = state['best']
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}

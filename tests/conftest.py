@@ -137,8 +137,8 @@ def refused(run):
         last = result.err.splitlines()[-1]
         assert result.err.endswith(last + "\n")
         for line in result.err.splitlines()[:-1]:
-            assert re.match(
-                r"usage: |  |.*txt: \d+ lines, |longest |.*: (mlp|gpt), step \d+, ", line)
+            assert re.match(r"usage: |  |.*txt: \d+ lines, |\d+ distinct, |\d+% of the dev |"
+                            r".*: (mlp|gpt), step \d+, ", line)
         return last
     return refused
 

@@ -548,3 +548,10 @@ def test_a_short_context_shows_and_proves_names_that_fit(run, module):
     """A longer name would be looked up behind the end of the table of positions."""
     result = run(module, '--model', 'gpt', '--context', '3')
     assert result.status == 0 and 'P' in result.out
+
+
+@pytest.mark.parametrize('flags', [['--context', '1'], ['--embd', '2', '--heads', '1']])
+def test_what_leaves_nothing_to_show_or_prove_is_refused(run, flags):
+    for module in m, backward:
+        result = run(module, '--model', 'gpt', *flags)
+        assert (result.status, result.out) == (2, '') and flags[0] in result.err

@@ -7,6 +7,7 @@ import resource
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -609,6 +610,7 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_to_go_on(
         real = getattr(train, function)
         monkeypatch.setattr(train, function, lambda *args, real=real, calls=calls:
                             calls.append(args) or real(*args))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     signal_after(5, number)             # of the run that goes on, only 4 are left
     out = "my runs/it's.npz"
     result = learn(kind, "--steps", 9, "--eval-every", 4, "--out", out)
@@ -939,6 +941,51 @@ def test_without_matplotlib_a_plot_is_refused_before_the_first_step(
     assert "pip install matplotlib" in refused(
         train, *SIZES["mlp"], "--data", "w.txt", "--steps", 2, "--plot", "p.png")
     assert steps_taken == []
+
+
+def test_a_picture_has_an_ending_that_says_what_it_is(refused, steps_taken):
+    """A drawing library adds one where there is none, and draws over what has that name."""
+    write_words(NAMES)
+    flags = [*SIZES["mlp"], "--data", "w.txt", "--steps", 2]
+    for name in "c", "c.npz", "c.xyz":
+        assert name in refused(train, *flags, "--plot", name)
+    assert steps_taken == []
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(learn, run):
+    os.mkdir("big")
+    os.symlink("big/real.npz", "link.npz")
+    assert learn("mlp", "--steps", 2, "--out", "link.npz").status == 0
+    assert run(train, "--resume", "--steps", 4, "--out", "link.npz").status == 0
+    assert os.readlink("link.npz") == "big/real.npz" and os.listdir("big") == ["real.npz"]
+    assert model.load("link.npz")["step"] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_ignored_does_not_stop_a_run(learn, signal_after, number):
+    """As SIGHUP is under nohup."""
+    before = signal.signal(number, signal.SIG_IGN)
+    signal_after(2, number)
+    try:
+        assert learn("mlp", "--steps", 4).status == 0
+    finally:
+        signal.signal(number, before)
+    assert model.load("out/mlp.npz")["step"] == 4
+
+
+def test_a_terminal_that_closes_stops_a_run_and_loses_nothing(learn, signal_after):
+    signal_after(2, signal.SIGHUP)
+    assert learn("mlp", "--steps", 4, "--eval-every", 0).status == 128 + signal.SIGHUP
+    assert model.load("out/mlp.npz")["step"] == 2
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 | head -1"])
+def test_a_run_that_nobody_listens_to_goes_on_to_its_end(here, streams):
+    write_words(NAMES)
+    flags = " ".join(map(str, [*SIZES["mlp"], "--data", "w.txt", "--steps", 20]))
+    command = f"{sys.executable} {ROOT}/train.py {flags} --eval-every 1 {streams}"
+    subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert model.load("out/mlp.npz")["step"] == 20
 
 
 def test_an_embedding_one_wide_can_be_drawn(learn):
