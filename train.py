@@ -300,8 +300,9 @@ def train(run, out):
             f"{' '.join(sample(state['latest'], step, 3))}")
         begun += time.perf_counter() - paused
 
-    handled = [number for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', None))
-               if number and signal.getsignal(number) != signal.SIG_IGN]       # as under nohup
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handled.append(signal.SIGHUP)   # a terminal that closes, and no nohup
     before = [signal.signal(number, lambda number, _: signals.append(number)) for number in handled]
     bar = tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
                disable=not sys.stderr.isatty(), dynamic_ncols=True)
