@@ -444,6 +444,8 @@ def run_model(config, p, batch, **masks):
 
 def prove_model(config, batch, rng, dtype, samples=None):
     """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
+    if config['model'] == 'gpt' and config['embd'] < 3:
+        raise m.Refusal(f"--embd {config['embd']}: a norm of fewer than 3 is too steep to prove")
     masks = {'masks': m.dropout_masks(config, len(batch[1]), rng, dtype.type)} \
         if config.get('dropout') else {}
     p = m.make_parameters({**config, 'init': 'kaiming'}, rng, dtype)

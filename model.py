@@ -697,9 +697,6 @@ def configure(typed, flags):
     if config['embd'] % config.get('heads', 1):
         raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
                       'each head takes an equal share of the embedding')
-    if model == 'gpt' and config['embd'] < 3:
-        raise Refusal(f"--embd {config['embd']}: normalized, so few numbers are little but signs; "
-                      'take 3 or more')
     return config
 
 
@@ -778,7 +775,7 @@ def checked(stored, flags):
         config=config, vocabulary=vocabulary, step=int(take('step', dtype=np.int64)),
         best_step=int(take('best_step', dtype=np.int64)),
         history=take('history', len(stored['history']), 3, dtype=np.float64).tolist(),
-        moments=take('moments', 2, sum(map(prod, shapes.values()))))
+        moments=take('moments', len(stored['moments']), sum(map(prod, shapes.values()))))
     expect(-1 <= state['best_step'] <= state['step'], 'best_step is not between -1 and step')
     statistics = ('bnmean', 'bnvar') if config.get('batchnorm') else ()
     for kind in 'best', 'latest':
@@ -791,10 +788,7 @@ def checked(stored, flags):
 
 
 def load(path, flags=FLAGS):
-    """The training state in a checkpoint; refuses one that is not in good order.
-
-    Its configuration has what the flags are about, and what is STORED beside.
-    """
+    """The training state in a checkpoint, its config as the flags read it; refuses damaged ones."""
     try:
         with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             return checked({name: file[name] for name in file.files}, flags)

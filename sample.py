@@ -26,8 +26,7 @@ def read_command_line(argv):
     """What was typed, and what holds for the rest."""
     parser = argparse.ArgumentParser('sample.py', description='Invent names, or score given ones.')
     flag = parser.add_argument
-    flag('checkpoint', nargs='?', metavar='CHECKPOINT',
-         help='default: the newest in out/')
+    flag('checkpoint', nargs='?', metavar='CHECKPOINT', help='default: the newest in out/')
     flag('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
     flag('--seed', type=number(int, 0), default=0, metavar='N', help='same seed, same names (0)')
     flag('--temperature', type=number(float, 0), default=1., metavar='F',

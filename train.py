@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 # ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one
 #
-# moments (2,size) is room for what an optimizer remembers of the gradients before.
+# moments (k,size) is what an optimizer remembers of the gradients before.
 
 
 @kernel
@@ -63,6 +63,7 @@ def adam(w, dw, moments, lr, t):
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
+MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
@@ -414,7 +415,8 @@ def start(typed):
     config['vocabulary'] = len(vocabulary)
     p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     latest = dict(config=config, vocabulary=vocabulary, p=p, statistics={})
-    moments = np.zeros((2, sum(w.size for w in p.values())), np.float32)
+    size = sum(w.size for w in p.values())
+    moments = np.zeros((MOMENTS[config['optimizer']], size), np.float32)
     return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
                 moments=moments, latest=latest), parts
 
@@ -423,6 +425,8 @@ def go_on(typed, out):
     """The state of the run in the file `out`, and the words to go on with, by part."""
     state = m.load(out, ALL_FLAGS)
     config = state['config']
+    if len(state['moments']) != MOMENTS[config['optimizer']]:
+        raise Refusal(f"{out} has not the moments of {config['optimizer']}")
     for name in typed:
         if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
             value = '' if name == 'batchnorm' else f' {typed[name]}'

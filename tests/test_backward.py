@@ -318,7 +318,7 @@ def test_rows_with_gradient_are_the_characters_in_the_batch(way):
 @pytest.mark.parametrize('optimizer, goes_on', [('sgd', False), ('momentum', True), ('adam', True)])
 def test_rows_not_fetched_stay_but_under_moments_a_row_fetched_earlier_goes_on(optimizer, goes_on):
     config, vocabulary, p, flat, batch = real_batch()
-    moments = np.zeros((2, len(flat)))
+    moments = np.zeros((train.MOMENTS[optimizer], len(flat)))
     before = p['C'].copy()
     fetched = []
     ids = np.array([[1, 2, 3], [2, 2, 1], [3, 1, 2], [3, 3, 1]])

@@ -619,7 +619,7 @@ def test_a_long_line_is_caught():
 
 def test_the_four_files_do_not_grow():
     """A ratchet: the aim is 1,700 lines, and the number here only ever goes down."""
-    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2092
+    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2091
 
 
 def test_the_top_level_holds_only_what_is_allowed():

@@ -221,7 +221,7 @@ def test_optimizer_agrees_with_torch_over_50_steps(optimizer):
     config = mlp_config(False, 'tanh')
     p, flat = random_parameters(config, rng(1))
     start, leaves = flat.copy(), tensors(p)
-    moments = np.zeros((2, len(flat)))
+    moments = np.zeros((train.MOMENTS[optimizer], len(flat)))
     theirs = TORCH_OPTIMIZERS[optimizer](leaves.values(), 0.01)
     for t in range(1, 51):
         batch = mlp_batch_of(rng(2, t), 32)
