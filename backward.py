@@ -89,8 +89,9 @@ def embedding_backward(demb, X, dC):
     E = dC.shape[1]
     for k in range(N):
         for j in range(T):
+            drow = dC[X[k, j]]
             for e in range(E):
-                dC[X[k, j], e] += demb[k, j*E + e]
+                drow[e] += demb[k, j*E + e]
 
 
 @kernel
@@ -245,11 +246,11 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
 
 
 def residual_backward(dx, mask, dbranch):
-    """A sum passes its gradient on unchanged, past the branch and into it. Source: A.6."""
-    if mask is None:
-        np.copyto(dbranch, dx)                             # (N, E)
-    else:
-        np.multiply(dx, mask, out=dbranch)                 # (N, E)  the forward pass's own mask
+    """A sum passes its gradient on, past the branch and into it; returns dbranch. Source: A.6.
+
+    That is dx itself, or dx times the forward pass's own mask, dbranch (N,E).
+    """
+    return dx if mask is None else np.multiply(dx, mask, out=dbranch)
 
 
 def head_backward(dlogits, x, C, dx, dC):
@@ -288,32 +289,32 @@ def mlp_backward(config, p, batch, a, d, g):
 
 
 def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """After gpt() has filled a: g of the parameters, and d of what has a gradient in a."""
+    """After gpt() has filled a: g of the parameters; d is of one layer, which all use in turn."""
     X, Y, rows, first = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
     L = config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    dx, dbranch = d['emb'], d['branch']                                         # (N, E)
+    dx, dnormed, dctx = d['emb'], d['normed'][0], d['ctx'][0]                   # (N, E)
+    dqkv = d['qkv'][0]                                                          # (N, 3*E)
+    dup, dh = d['up'][0], d['h'][0]                                             # (N, 4*E)
     dx[:] = 0                                                                   # (N, E)
     cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
     # dC, 1 of 2: the table as readout
-    head_backward(d['logits'], a['normed'][-1], p['C'], d['normed'][-1], g['C'])    # (V, E)
-    norm_backward(d['normed'][-1], p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
+    head_backward(d['logits'], a['normed'][-1], p['C'], dnormed, g['C'])        # (V, E)
+    norm_backward(dnormed, p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
     for l in reversed(range(L)):
         i, j = 2*l, 2*l + 1
-        residual_backward(dx, masks[j], dbranch)                                # (N, E)
-        linear_backward(dbranch, a['h'][l], p['Wdown'][l], d['h'][l], g['Wdown'][l], None)
-        act_backward(d['h'][l], a['up'][l], a['s'][l], a['h'][l], d['up'][l])   # (N, 4*E)
-        linear_backward(d['up'][l], a['normed'][j], p['Wup'][l], d['normed'][j], g['Wup'][l], None)
-        norm_backward(d['normed'][j], p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
-        residual_backward(dx, masks[i], dbranch)                                # (N, E)
-        linear_backward(dbranch, a['ctx'][l], p['Wo'][l], d['ctx'][l], g['Wo'][l], None)
-        attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][l],
-                           d['qkv'][l])
-        linear_backward(d['qkv'][l], a['normed'][i], p['Wqkv'][l], d['normed'][i], g['Wqkv'][l],
-                        None)
-        norm_backward(d['normed'][i], p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
+        dbranch = residual_backward(dx, masks[j], d['branch'])                  # (N, E)
+        linear_backward(dbranch, a['h'][l], p['Wdown'][l], dh, g['Wdown'][l], None)
+        act_backward(dh, a['up'][l], a['s'][l], a['h'][l], dup)                 # (N, 4*E)
+        linear_backward(dup, a['normed'][j], p['Wup'][l], dnormed, g['Wup'][l], None)
+        norm_backward(dnormed, p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
+        dbranch = residual_backward(dx, masks[i], d['branch'])                  # (N, E)
+        linear_backward(dbranch, a['ctx'][l], p['Wo'][l], dctx, g['Wo'][l], None)
+        attention_backward(dctx, a['qkv'][l], first, a['weights'][l], d['weights'][0], dqkv)
+        linear_backward(dqkv, a['normed'][i], p['Wqkv'][l], dnormed, g['Wqkv'][l], None)
+        norm_backward(dnormed, p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
     g['P'][:] = 0                                                               # (T, E)
     embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
     # dC, 2 of 2: the table as input

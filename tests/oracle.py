@@ -240,9 +240,8 @@ def residual_case(dropout):
             m.residual(y, scaled, mask)
             return y
 
-        backward.residual_backward(dy, mask, dbranch)
         return Case(dict(x=x, branch=branch), dict(mask=mask), forward, dy,
-                    dict(x=dy, branch=dbranch))
+                    dict(x=dy, branch=backward.residual_backward(dy, mask, dbranch)))
     return case
 
 

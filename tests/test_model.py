@@ -1,3 +1,4 @@
+from fractions import Fraction
 from math import log, prod
 
 import numpy as np
@@ -209,6 +210,31 @@ def test_softmax_of_large_numbers_stays_finite_and_returns_the_logarithm_of_the_
     z, probs = np.array([1000., 999., -1000.]), *unset(3)
     assert m.softmax(z, probs) == pytest.approx(1000 + np.log1p(np.exp(-1)), abs=1e-12)
     assert probs == pytest.approx([1 / (1 + np.exp(-1)), 1 / (1 + np.e), 0], abs=1e-15)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(np.float32, 4e-7), (np.float64, 2e-15)])
+def test_tanh_is_numpys_to_the_last_digits(dtype, tolerance):
+    """Relative to tanh itself, so that small numbers count as well; odd, and 1 where it is flat."""
+    x = np.concatenate([np.linspace(0, 25, 20001), np.geomspace(1e-30, 1, 2000), [1e30, np.inf]])
+    x = x.astype(dtype)[None]
+    y, negative = np.empty_like(x), np.empty_like(x)
+    m.tanh(x, None, y)
+    m.tanh(-x, None, negative)
+    truth = np.tanh(x.astype(np.float64))
+    assert (abs(y - truth) <= tolerance * truth).all()
+    assert (negative == -y).all()
+    assert (y[x > 20] == 1).all()
+
+
+def test_tanh_is_lamberts_fraction_doubled_four_times():
+    x = Fraction(3, 7)
+    z, fraction = x / 16, Fraction(9)
+    for odd in 7, 5, 3, 1:
+        fraction = odd + z**2 / fraction
+    y = z / fraction
+    for _ in range(4):
+        y = 2 * y / (1 + y**2)
+    assert m.tanh_of.py_func(x) == y
 
 
 @pytest.mark.filterwarnings('ignore:overflow')
