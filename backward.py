@@ -212,8 +212,8 @@ def softmax_backward(dprobs, probs, dz):
 
 
 @kernel
-def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
-    """dqkv (N,3E) from dctx (N,E); dweights (A,P) is room; all rows ask. Source: A.5."""
+def attention_backward(dctx, qkv, t, path, weights, dweights, dqkv):
+    """dqkv (N,3E) from dctx (N,E), where M is N; dweights (A,P) is room. Source: A.5."""
     N, E = dctx.shape
     A = len(weights)
     parts, dparts = qkv.reshape(N, 3, A, E // A), dqkv.reshape(N, 3, A, E // A)
@@ -222,13 +222,13 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
     dqkv[:] = 0
     pair = 0
     for i in range(N):
-        seen = i - first[i] + 1
+        seen = path[pair:pair + t[i] + 1]
         for a in range(A):
             dc = dheads[i, a]
-            w = weights[a, pair:pair + seen]
-            dw = dweights[a, pair:pair + seen]
-            for j in range(seen):
-                v, dv = parts[first[i] + j, 2, a], dparts[first[i] + j, 2, a]
+            w = weights[a, pair:pair + len(seen)]
+            dw = dweights[a, pair:pair + len(seen)]
+            for j in range(len(seen)):
+                v, dv = parts[seen[j], 2, a], dparts[seen[j], 2, a]
                 dot = dctx.dtype.type(0)
                 for e in range(len(dc)):
                     dot += dc[e] * v[e]
@@ -236,13 +236,13 @@ def attention_backward(dctx, qkv, first, weights, dweights, dqkv):
                 dw[j] = dot
             softmax_backward(dw, w, dw)                    # now dw is of the scores
             q, dq = parts[i, 0, a], dparts[i, 0, a]
-            for j in range(seen):
-                k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a]
+            for j in range(len(seen)):
+                k, dk = parts[seen[j], 1, a], dparts[seen[j], 1, a]
                 dscore = scale * dw[j]
                 for e in range(len(dq)):
                     dq[e] += dscore * k[e]
                     dk[e] += dscore * q[e]
-        pair += seen
+        pair += len(seen)
 
 
 def residual_backward(dx, mask, dbranch):
@@ -255,7 +255,7 @@ def residual_backward(dx, mask, dbranch):
 
 def head_backward(dlogits, x, C, dx, dC):
     """The table as readout gives the first contribution to dC (V,E), its use as input another."""
-    dlogits.dot(C, out=dx)                                 # (N, E)
+    dlogits.dot(C, out=dx)                                 # (B, E)
     dlogits.T.dot(x, out=dC)                               # (V, E)
 
 
@@ -290,7 +290,7 @@ def mlp_backward(config, p, batch, a, d, g):
 
 def gpt_backward(config, p, batch, a, d, g, masks=None):
     """After gpt() has filled a: g of the parameters; d is of one layer, which all use in turn."""
-    X, Y, rows, first = batch
+    X, Y, t, path, at = batch
     norm_backward = NORMS_BACKWARD[config['norm']]
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
     L = config['layers']
@@ -299,9 +299,12 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
     dqkv = d['qkv'][0]                                                          # (N, 3*E)
     dup, dh = d['up'][0], d['h'][0]                                             # (N, 4*E)
     dx[:] = 0                                                                   # (N, E)
-    cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
+    cross_entropy_backward(a['probs'], Y, d['logits'])                          # (B, V)
     # dC, 1 of 2: the table as readout
-    head_backward(d['logits'], a['normed'][-1], p['C'], dnormed, g['C'])        # (V, E)
+    head_backward(d['logits'], a['last'], p['C'], d['last'], g['C'])            # (V, E)
+    # a row gathers from all the characters that were predicted from it
+    dnormed[:] = 0                                                              # (N, E)
+    embedding_backward(d['last'], at[:, None], dnormed)                         # (N, E)
     norm_backward(dnormed, p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
     for l in reversed(range(L)):
         i, j = 2*l, 2*l + 1
@@ -312,11 +315,11 @@ def gpt_backward(config, p, batch, a, d, g, masks=None):
         norm_backward(dnormed, p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
         dbranch = residual_backward(dx, masks[i], d['branch'])                  # (N, E)
         linear_backward(dbranch, a['ctx'][l], p['Wo'][l], dctx, g['Wo'][l], None)
-        attention_backward(dctx, a['qkv'][l], first, a['weights'][l], d['weights'][0], dqkv)
+        attention_backward(dctx, a['qkv'][l], t, path, a['weights'][l], d['weights'][0], dqkv)
         linear_backward(dqkv, a['normed'][i], p['Wqkv'][l], dnormed, g['Wqkv'][l], None)
         norm_backward(dnormed, p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
     g['P'][:] = 0                                                               # (T, E)
-    embedding_backward(d['emb'], (rows - first)[:, None], g['P'])               # (T, E)
+    embedding_backward(d['emb'], t[:, None], g['P'])                            # (T, E)
     # dC, 2 of 2: the table as input
     embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
 
@@ -403,7 +406,8 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
 def prove_layers(rng, dtype):
     """(name, rows) of each layer, on sizes that are small and mostly different."""
     X, Y = np.array([[1, 3], [3, 3], [0, 1]]), np.array([4, 0, 4])
-    first, rows = np.array([0, 0, 0, 3, 4, 4, 4]), np.arange(7)    # names of 3, 1 and 3 rows
+    # names of 3, 3, 1 and 2 rows: the first two have two rows in common
+    t, path = np.array([0, 1, 2, 2, 0, 0, 1]), np.array([0, 0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 5, 6])
     mask = (rng.random((3, 5)) < 0.5) * dtype.type(2)
     x, y = dict(x=(3, 5)), dict(s=(3, 5), y=(3, 5))
     norm = dict(x=(3, 5), gain=(5,)), {}, dict(raw=(3, 5), rms_inv=(3,), std_inv=(3,), y=(3, 5))
@@ -415,7 +419,7 @@ def prove_layers(rng, dtype):
             (m.rmsnorm, *norm), (m.layernorm, *norm),
             *((activation, x, {}, y) for activation in m.ACTIVATIONS.values()),
             (m.softmax, dict(z=(5,)), {}, dict(probs=(5,))),
-            (m.attention, dict(qkv=(7, 18)), dict(rows=rows, first=first),
+            (m.attention, dict(qkv=(7, 18)), dict(t=t, path=path),
              dict(weights=(2, 13), ctx=(7, 6))),
             (m.residual, dict(x=(3, 5), branch=(3, 5)), dict(mask=mask), {}),
             (m.head, dict(x=(3, 4), C=(5, 4)), {}, dict(logits=(3, 5))),
@@ -447,7 +451,7 @@ def prove_model(config, batch, rng, dtype, samples=None):
     """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
     if config['model'] == 'gpt' and config['embd'] < 3:
         raise m.Refusal(f"--embd {config['embd']}: a norm of fewer than 3 is too steep to prove")
-    masks = {'masks': m.dropout_masks(config, len(batch[1]), rng, dtype.type)} \
+    masks = {'masks': m.dropout_masks(config, len(batch[0]), rng, dtype.type)} \
         if config.get('dropout') else {}
     p = m.make_parameters({**config, 'init': 'kaiming'}, rng, dtype)
     for w in p.values():                # no gain 1, no bias 0, no branch small

@@ -31,9 +31,10 @@ import numpy as np
 #   H  hidden units; the GPT has 4E, written so                 64
 #   L  layers of the GPT                                                         4
 #   A  attention heads, each E/A wide                                            4
-#   N  rows of a batch, one for each character to predict       32             460 or so
-#   P  pairs of a character with itself or one before it in its name          2000 or so
-#   M  rows that attention looks at: N, or all that are remembered while names are generated
+#   N  rows of a batch, one for each beginning of a name        32             330 or so
+#   B  characters to predict; the MLP has a row for each                       460 or so
+#   P  pairs of a row with one that its attention looks at                    1600 or so
+#   M  rows that attention can look at: N, or all that are kept while names are generated
 #   I, O  inputs and outputs of a linear layer
 #
 # Parameters with a capital letter (C, W1, ...) are matrices, the others (b1, gain, ...) vectors; of
@@ -98,7 +99,10 @@ def encode(words, vocabulary, T):
     return np.searchsorted(characters, np.frombuffer(line.encode('utf-32-le'), np.uint32))
 
 
-# What batches are made of: characters to predict for the MLP, whole names for the GPT.
+# What batches are made of. For the MLP it is characters to predict, each by the T before it; for
+# the GPT whole names, with a row for each beginning. A row depends on nothing that follows, so
+# names that begin alike share rows: "al" and "amy" have the five rows "", a, al, am and amy, and
+# seven characters to predict from them, a l end and a m y end.
 
 def mlp_examples(words, vocabulary, T):
     """The line of ids, and the place in it of each character to predict, each word's end too."""
@@ -116,25 +120,38 @@ def mlp_batch(examples, chosen):
 
 
 def gpt_examples(words, vocabulary, T):
-    """The line of ids, the place of the boundary before each word, and its length, end included."""
+    """The line of ids; of each word the place of the boundary before it, and its length, end
+    included; and for each place a number, the same where neighbouring words begin alike.
+    """
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
-    return line, boundaries[:-1], np.diff(boundaries)
+    begins, lengths = boundaries[:-1], np.diff(boundaries)
+    alike = np.zeros_like(line)
+    for t in range(1, lengths.max()):
+        places = begins[lengths > t] + t
+        longer = alike[places - 1] * len(vocabulary) + line[places]
+        alike[places] = alike.max() + (np.diff(longer, prepend=-1) != 0).cumsum()
+    return line, begins, lengths, alike
 
 
 def gpt_batch(examples, chosen):
-    """The chosen words end to end, each from the boundary before it.
+    """A row for each beginning of the chosen words; neighbours that begin alike have it in common.
 
-    `rows` numbers the rows, `first` is the number of the row where the name of each begins.
+    X (N,1) is its last character and t (N,) the position of that; path (P,) lists, for each row,
+    those from the boundary to itself. Y (B,) are the characters that follow in all words, end to
+    end, and at (B,) the rows to predict them from.
     """
-    line, begins, lengths = examples
+    line, begins, lengths, alike = examples
     lengths = lengths[chosen]
-    first = np.repeat(lengths.cumsum() - lengths, lengths)                      # (N,)
-    rows = np.arange(len(first))                                                # (N,)
-    places = np.repeat(begins[chosen], lengths) + rows - first                  # (N,)
-    X = line[places][:, None]                                                   # (N, 1)
-    Y = line[places + 1]                                                        # (N,)
-    return X, Y, rows, first
+    t = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)    # (B,)
+    places = np.repeat(begins[chosen], lengths) + t                             # (B,)
+    Y = line[places + 1]                                                        # (B,)
+    _, once, at = np.unique(alike[places], return_index=True, return_inverse=True)
+    X = line[places[once]][:, None]                                             # (N, 1)
+    t = t[once]                                                                 # (N,)
+    ends = (t + 1).cumsum()                                                     # (N,)
+    path = at[np.arange(ends[-1]) + np.repeat(once + 1 - ends, t + 1)]          # (P,)
+    return X, Y, t, path, at
 
 
 # ---- The MLP in single operations: the column
@@ -184,9 +201,9 @@ def mlp_steps(p, X, Y):
 # ---- Layers
 #
 # A layer reads its first arguments and fills its last ones, which exist already: the large arrays
-# of a step are made once. Matrix products, exp and tanh of whole arrays are NumPy's. Most of the
-# rest would take NumPy several passes over memory: it is kernels, loops that Numba compiles when
-# first called, in float32 to train and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
+# of a step are made once. Matrix products, and what NumPy does in one pass over memory, are left to
+# it. Most of the rest is kernels, loops that Numba compiles when first called, in float32 to train
+# and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
 # Kernels of several threads run at once (nogil), 1/0 is infinite as in NumPy (error_model), and the
 # fastmath flags let loops be vectorized and leave NaN and infinity as they are.
 
@@ -358,13 +375,14 @@ def softmax(z, probs):
 
 
 @kernel
-def attention(qkv, rows, first, weights, ctx):
-    """ctx (N,E): what each row gathers from the rows of its name up to itself. Source: A.5.
+def attention(qkv, t, path, weights, ctx):
+    """ctx (N,E): what each row gathers from the rows on its path. Source: A.5.
 
     A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key, over
     the root of their length, is a score; the softmax of the scores is weights (A,P), and ctx the
     mean of the values so weighted.
-    rows (N,) tells which rows ask, first (N,) where their names begin: later rows are never seen.
+    path (P,) lists, for each row, the t[i] rows before it in its name and itself: it looks at no
+    others, and so at nothing that comes later.
     """
     N, E = ctx.shape
     M, A = len(qkv), len(weights)
@@ -372,12 +390,12 @@ def attention(qkv, rows, first, weights, ctx):
     scale = ctx.dtype.type(1 / sqrt(E // A))
     pair = 0
     for i in range(N):
-        seen = rows[i] - first[i] + 1
+        seen = path[pair:pair + t[i] + 1]
         for a in range(A):
-            q = parts[rows[i], 0, a]
-            w = weights[a, pair:pair + seen]
-            for j in range(seen):
-                k = parts[first[i] + j, 1, a]
+            q = parts[seen[-1], 0, a]
+            w = weights[a, pair:pair + len(seen)]
+            for j in range(len(seen)):
+                k = parts[seen[j], 1, a]
                 score = ctx.dtype.type(0)
                 for e in range(len(q)):
                     score += q[e] * k[e]
@@ -385,11 +403,11 @@ def attention(qkv, rows, first, weights, ctx):
             softmax(w, w)
             c = heads[i, a]
             c[:] = 0
-            for j in range(seen):
-                v = parts[first[i] + j, 2, a]
+            for j in range(len(seen)):
+                v = parts[seen[j], 2, a]
                 for e in range(len(c)):
                     c[e] += w[j] * v[e]
-        pair += seen
+        pair += len(seen)
 
 
 def residual(x, branch, mask):
@@ -404,8 +422,8 @@ def residual(x, branch, mask):
 
 
 def head(x, C, logits):
-    """logits (N,V): each row of x (N,E) against every row of the table C (V,E). Source: A.6."""
-    x.dot(C.T, out=logits)                                 # (N, V)
+    """logits (B,V): each row of x (B,E) against every row of the table C (V,E). Source: A.6."""
+    x.dot(C.T, out=logits)                                 # (B, V)
 
 
 @kernel
@@ -439,8 +457,8 @@ def arrays(shapes, dtype):
 
 
 def sizes(batch):
-    """N and P of a batch; the MLP has no pairs."""
-    return len(batch[1]), int((batch[2] - batch[3] + 1).sum()) if len(batch) > 2 else 0
+    """N of a batch, and P and B of the GPT's."""
+    return len(batch[0]), *map(len, batch[3:])
 
 
 def mlp_parameters(config):
@@ -449,7 +467,7 @@ def mlp_parameters(config):
     return dict(C=(V, E), W1=(T*E, H), b1=(H,), **gain_and_bias, W2=(H, V), b2=(V,))
 
 
-def mlp_activations(config, N, P):
+def mlp_activations(config, N):
     V, T, E, H = (config[size] for size in ('vocabulary', 'context', 'embd', 'hidden'))
     kept = dict(bnraw=(N, H), bnvar_inv=(H,)) if config['batchnorm'] else {}
     return dict(emb=(N, T*E), hprebn=(N, H), **kept, hpreact=(N, H), s=(N, H), h=(N, H),
@@ -483,25 +501,25 @@ def gpt_parameters(config):
                 Wup=(L, E, 4*E), Wdown=(L, 4*E, E))
 
 
-def gpt_activations(config, N, P):
+def gpt_activations(config, N, P, B):
     V, E, L, A = (config[size] for size in ('vocabulary', 'embd', 'layers', 'heads'))
     return dict(emb=(N, E), raw=(2*L + 1, N, E), inv=(2*L + 1, N), normed=(2*L + 1, N, E),
                 qkv=(L, N, 3*E), weights=(L, A, P), ctx=(L, N, E), up=(L, N, 4*E), s=(L, N, 4*E),
-                h=(L, N, 4*E), branch=(N, E), logits=(N, V), probs=(N, V))
+                h=(L, N, 4*E), branch=(N, E), last=(B, E), logits=(B, V), probs=(B, V))
 
 
 def gpt(config, p, batch, a, masks=None, memory=None):
-    """Fill the activations, return the mean loss of a batch X (N,1), Y, rows, first (N,).
+    """Fill the activations, return the mean loss of a batch X (N,1), Y (B,), t, path, at (B,).
 
     masks (2L,N,E) are those of dropout, or all None. `memory` (L,M,3E), where given, keeps queries,
     keys and values from call to call, so that a name can be read character by character.
     """
-    X, Y, rows, first = batch
+    X, Y, t, path, at = batch
     norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
     x, branch = a['emb'], a['branch']                                           # (N, E)
     embedding(p['C'], X, x)                                                     # (N, E)
-    embedding(p['P'], (rows - first)[:, None], branch)                          # (N, E)
+    embedding(p['P'], t[:, None], branch)                                       # (N, E)
     residual(x, branch, None)                                                   # (N, E)
     for l in range(L):
         i, j = 2*l, 2*l + 1             # the norm before attention, that before the hidden layer
@@ -509,9 +527,9 @@ def gpt(config, p, batch, a, masks=None, memory=None):
         linear(a['normed'][i], p['Wqkv'][l], None, a['qkv'][l])                 # (N, 3*E)
         qkv = a['qkv'][l]                                                       # (N, 3*E)
         if memory is not None:
-            memory[l, rows] = qkv                                               # (N, 3*E)
+            memory[l, path[(t + 1).cumsum() - 1]] = qkv                         # (N, 3*E)
             qkv = memory[l]                                                     # (M, 3*E)
-        attention(qkv, rows, first, a['weights'][l], a['ctx'][l])               # (N, E)
+        attention(qkv, t, path, a['weights'][l], a['ctx'][l])                   # (N, E)
         linear(a['ctx'][l], p['Wo'][l], None, branch)                           # (N, E)
         residual(x, branch, masks[i])                                           # (N, E)
         norm(x, p['gain'][j], a['raw'][j], a['inv'][j], a['normed'][j])         # (N, E)
@@ -520,7 +538,8 @@ def gpt(config, p, batch, a, masks=None, memory=None):
         linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
         residual(x, branch, masks[j])                                           # (N, E)
     norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
-    head(a['normed'][-1], p['C'], a['logits'])                                  # (N, V)
+    embedding(a['normed'][-1], at[:, None], a['last'])                          # (B, E)
+    head(a['last'], p['C'], a['logits'])                                        # (B, V)
     return cross_entropy(a['logits'], Y, a['probs'])
 
 
@@ -613,7 +632,8 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
         if config['model'] == 'mlp':
             batch = ids[alive, t:t + T], Y
         else:
-            batch = ids[alive, T + t - 1:T + t], Y, alive*T + t, alive*T
+            seen = alive[:, None]*T + np.arange(t + 1)
+            batch = ids[alive, T + t - 1:T + t], Y, t + 0*Y, seen.ravel(), np.arange(len(Y))
         logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
         if t == 0:
             logits[:, 0] = -np.inf                         # no name is empty
@@ -631,9 +651,9 @@ def score(model, words):
     examples = EXAMPLES[kind](words, model['vocabulary'], model['config']['context'])
     rows = np.cumsum([0] + [len(word) + 1 for word in words])
     batch = BATCH[kind](examples, slice(None))
-    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (N, V)
+    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (B, V)
     z -= z.max(1, keepdims=True)
-    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (N,)
+    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (B,)
     return np.add.reduceat(logprobs, rows[:-1])
 
 
@@ -814,7 +834,7 @@ def load(path, flags=FLAGS):
 
 def own_examples(config):
     """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
-    words = [line for line in read_lines(DATA)[0] if line]
+    words = sorted(line for line in read_lines(DATA)[0] if line)
     vocabulary = make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
     config['context'] = config['context'] or max(map(len, words)) + 1

@@ -143,8 +143,9 @@ def batches(config, examples, step):
             if kind == 'mlp':
                 yield from ([share] for share in zip(*m.mlp_batch(examples, block)))
             else:
-                yield from ([m.gpt_batch(examples, chosen[t::config['threads']])
-                             for t in range(min(config['threads'], size))] for chosen in block)
+                for chosen in np.sort(block):   # neighbours have beginnings in common
+                    shares = np.array_split(chosen, min(config['threads'], size))
+                    yield [m.gpt_batch(examples, share) for share in shares]
         step += len(order) - begin
 
 
@@ -168,19 +169,20 @@ def new_run(state, examples, pool):
                 p=latest['p'], rooms=rooms, kept=None, file=None)
 
 
-def make_room(config, room, N, P):
-    """Lay out room['a'] and room['d'] for N rows and P pairs, in vectors that grow if need be."""
-    if room.get('sizes') != (N, P):
-        shapes = m.ACTIVITY[config['model']](config, N, P)
+def make_room(config, room, *sizes):
+    """Lay out room['a'] and room['d'] for a batch, in vectors that grow if need be."""
+    if room.get('sizes') != sizes:
+        shapes = m.ACTIVITY[config['model']](config, *sizes)
         size = sum(map(math.prod, shapes.values()))
         if size > len(room.get('flat_a', ())):
             room['flat_a'], room['flat_d'] = np.empty((2, size), np.float32)
-        room.update(sizes=(N, P), a=m.views(shapes, room['flat_a']),
+        room.update(sizes=sizes, a=m.views(shapes, room['flat_a']),
                     d=m.views(shapes, room['flat_d']))
 
 
-def gradient(run, share, step, thread, rows):
-    """A share's part in the mean loss over all rows; fills g of its thread with the gradient."""
+def gradient(run, share, step, thread, total):
+    """A share's part in the mean loss of all predictions; fills g of its thread with the gradient.
+    """
     config, p, room = run['config'], run['p'], run['rooms'][thread]
     kind, masks = config['model'], {}
     if config.get('backward') == 'steps':
@@ -189,25 +191,25 @@ def gradient(run, share, step, thread, rows):
         for name, g in room['g'].items():
             g[...] = d[name]
         return loss                     # the MLP has one share
-    N, P = m.sizes(share)
-    make_room(config, room, N, P)
+    make_room(config, room, *m.sizes(share))
     if config.get('dropout'):
         rng = np.random.default_rng((DROPOUT, config['seed'], step, thread))
-        masks['masks'] = m.dropout_masks(config, N, rng)                        # (2*L, N, E)
+        masks['masks'] = m.dropout_masks(config, len(share[0]), rng)            # (2*L, N, E)
     loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
     backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
-    if N < rows:
-        room['flat_g'] *= N / rows
-    return loss * N / rows
+    part = len(share[1]) / total
+    if part < 1:
+        room['flat_g'] *= part
+    return loss * part
 
 
 def train_step(run, shares, step):
     """Take a step on a batch, given in shares; returns its loss before the step."""
     config, rooms, pool = run['config'], run['rooms'], run['pool']
-    rows = sum([len(share[1]) for share in shares])
-    others = [pool.submit(gradient, run, share, step, thread, rows)
+    total = sum([len(share[1]) for share in shares])
+    others = [pool.submit(gradient, run, share, step, thread, total)
               for thread, share in enumerate(shares[1:], 1)]
-    loss, g = gradient(run, shares[0], step, 0, rows), rooms[0]['flat_g']       # (size,)
+    loss, g = gradient(run, shares[0], step, 0, total), rooms[0]['flat_g']      # (size,)
     for other, room in zip(others, rooms[1:]):
         loss += other.result()
         g += room['flat_g']                                                     # (size,)
@@ -504,7 +506,7 @@ def main(argv=None):
         check_place('--plot', picture)
     check_place('--out', out)
     to_examples = m.EXAMPLES[config['model']]
-    examples = {part: to_examples(parts[part], state['vocabulary'], config['context'])
+    examples = {part: to_examples(sorted(parts[part]), state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test', 'sample')}
     if check:
         check_gradients(config, examples['train'])

@@ -95,16 +95,20 @@ def table(kept, title, columns, rows):
 # ---- Training, by the functions of train.py
 
 def prepare(kind, **typed):
-    """A new training as train.py begins it: state, examples, words, some batches, rows a batch."""
+    """A new training as train.py begins it: state, examples, words, and some batches.
+
+    `characters` are those to predict in a batch, `rows` those that the layers compute.
+    """
     with contextlib.redirect_stderr(io.StringIO()):
         state, parts = train.start({'model': kind, 'eval_every': 0, **typed})
     config = state['config']
-    examples = {part: m.EXAMPLES[kind](parts[part], state['vocabulary'], config['context'])
+    examples = {part: m.EXAMPLES[kind](sorted(parts[part]), state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test')}
     batches = list(islice(train.batches(config, examples['train'], 0), BATCHES[kind]))
-    rows = np.mean([sum(len(share[1]) for share in shares) for shares in batches])
+    rows, characters = (np.mean([sum(len(share[side]) for share in shares) for shares in batches])
+                        for side in (0, 1))
     return SimpleNamespace(config=config, state=state, examples=examples, parts=parts,
-                           batches=batches, rows=rows)
+                           batches=batches, rows=rows, characters=characters)
 
 
 def ours(job, pool=None, batches=None):
@@ -121,10 +125,10 @@ def flops(job):
     """
     V, T, E = (job.config[size] for size in ('vocabulary', 'context', 'embd'))
     if job.config['model'] == 'mlp':
-        multiplications = (T*E + V) * job.config['hidden']
+        multiplications = job.rows * (T*E + V) * job.config['hidden']
     else:
-        multiplications = job.config['layers'] * 12 * E*E + E*V
-    return 3 * 2 * job.rows * multiplications
+        multiplications = job.rows * job.config['layers'] * 12 * E*E + job.characters * E*V
+    return 3 * 2 * multiplications
 
 
 def sgemm(pool=None):
@@ -198,9 +202,9 @@ def torch_batch(kind, shares):
     if kind == 'mlp':
         return [torch.tensor(ids) for ids in shares[0]]
     names = []
-    for X, Y, rows, first in shares:
-        begins = np.flatnonzero(rows == first)[1:]
-        names += zip(np.split(X[:, 0], begins), np.split(Y, begins))
+    for X, Y, t, _, at in shares:
+        begins = np.flatnonzero(t[at] == 0)[1:]
+        names += zip(np.split(X[at, 0], begins), np.split(Y, begins))
     return [torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(ids) for ids in side], batch_first=True, padding_value=filler)
         for side, filler in zip(zip(*names), (0, -100))]
@@ -267,7 +271,7 @@ def race_steps(kept, rounds, pool, title, kind, settings):
     for label, job in jobs.items():
         rival = rivals.get(label)
         rows.append([
-            label, scale * times[label], job.rows / times[label],
+            label, scale * times[label], job.characters / times[label],
             100 * flops(job) * times['sgemm'] / times[label],
             *([scale * times[rival], times[rival] / times[label], rivals[rival]]
               if rival else [None] * 3)])
@@ -321,7 +325,7 @@ def loop(kept, rounds, pool):
         job, kind = prepare(**typed), typed['kind']
         if kind == 'gpt':               # a part of the data, for short turns
             job.examples['train'] = m.gpt_examples(
-                job.parts['train'][:1600], job.state['vocabulary'], job.config['context'])
+                sorted(job.parts['train'][:1600]), job.state['vocabulary'], job.config['context'])
         epoch = len(job.examples['train'][1]) // job.config['batch']
         ready = list(islice(train.batches(job.config, job.examples['train'], 0), epoch))
         steps = ours(job, pool, ready)
@@ -430,8 +434,8 @@ def grow(kept, rounds, pool, title, kind, settings):
     first = next(iter(jobs))
     table(kept, title,
           ['', 'µs a step', 'against the first', 'characters a step', 'µs a character'],
-          [[label, 1e6 * times[label], times[label] / times[first], f'{job.rows:.0f}',
-            1e6 * times[label] / job.rows] for label, job in jobs.items()])
+          [[label, 1e6 * times[label], times[label] / times[first], f'{job.characters:.0f}',
+            1e6 * times[label] / job.characters] for label, job in jobs.items()])
 
 
 def write_lines(path, count, length=None):

@@ -40,7 +40,6 @@ AT_ONCE = 2
 # Survivors that were looked into: 'before -> after' and why no test can kill it.
 SHIFT = 'zero but for rounding: the same shift of a whole row of logits changes no loss'
 PERMUTED = 'the rows are added in another order, beginning with the last'
-SINGLE = 'i - 1 is in another name only where i has a single weight, whose score has no gradient'
 EXPLAINED = {
     'dlogprobs[np.arange(n), Y] = -1 / n -> dlogprobs[np.arange(n), Y] += -1 / n':
         'adds to zeros, once for each row',
@@ -53,19 +52,13 @@ EXPLAINED = {
     "dlogits[np.arange(n), a['logits'].argmax(1)] += dlogit_maxes[:, 0] -> pass": SHIFT,
     'db[j] += dy[i, j] -> db[j] += dy[(i - 1), j]': PERMUTED,
     'dbias[j] += dy[i, j] -> dbias[j] += dy[(i - 1), j]': PERMUTED,
-    'dw = dweights[a, pair:pair + seen] -> dw = dweights[(a - 1), pair:pair + seen]':
+    'dw = dweights[a, pair:pair + len(seen)] -> dw = dweights[(a - 1), pair:pair + len(seen)]':
         'dweights is room for one row of one head at a time, wherever that is',
     'dcentred = np.zeros_like(dx) -> dcentred = np.ones_like(dx)':
         'a constant goes with the mean that is taken away',
-    'v, dv = parts[first[i] + j, 2, a], dparts[first[i] + j, 2, a] -> '
-    'v, dv = parts[first[(i - 1)] + j, 2, a], dparts[first[i] + j, 2, a]': SINGLE,
-    'k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a] -> '
-    'k, dk = parts[first[(i - 1)] + j, 1, a], dparts[first[i] + j, 1, a]': SINGLE,
-    'k, dk = parts[first[i] + j, 1, a], dparts[first[i] + j, 1, a] -> '
-    'k, dk = parts[first[i] + j, 1, a], dparts[first[(i - 1)] + j, 1, a]': SINGLE,
-    "attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][l], -> "
-    "attention_backward(d['ctx'][l], a['qkv'][l], first, a['weights'][l], d['weights'][(l - 1)],":
-        'dweights is room, that of another layer too',
+    "dx, dnormed, dctx = d['emb'], d['normed'][0], d['ctx'][0] -> "
+    "dx, dnormed, dctx = d['emb'], d['normed'][1], d['ctx'][0]":
+        'd is room, that of another layer too',
     'masks = [None] * 2*L if masks is None else masks -> '
     'masks = [None] * 3*L if masks is None else masks':
         'the list is longer, and what is longer is not read'}

@@ -78,14 +78,13 @@ def room(shapes, dtype=np.float64):
     return m.views(shapes, np.full(sum(map(prod, shapes.values())), np.nan, dtype))
 
 
-# The rows of names that lie end to end: names of one row, of one character, and of more.
-LENGTHS = {2: [2], 3: [1, 2], 4: [3, 1], 32: [6, 1, 4, 2, 5, 3, 6, 1, 4]}
-
-
-def ragged(lengths):
-    """`rows` and `first` of names with so many rows."""
-    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.arange(len(first)), first
+def tree(rng, N):
+    """`t` and `path` of N rows: each begins a name, or goes on from one of the rows before it."""
+    paths = []
+    for i in range(N):
+        before = rng.integers(-1, i) if i > 1 else i - 1
+        paths.append([*(paths[before] if before >= 0 else []), i])
+    return np.array([len(path) - 1 for path in paths]), np.concatenate(paths)
 
 
 # ---- Layers, forward and backward on random inputs and a random upstream gradient
@@ -216,17 +215,17 @@ def softmax_case(rng, N):
 def attention_case(rng, N):
     """Three heads, each of five features."""
     qkv, dy = normal(rng, (N, 45), (N, 15))
-    rows, first = ragged(LENGTHS[N])
-    pairs = (rows - first + 1).sum()
+    t, path = tree(rng, N)
+    pairs = len(path)
     weights, dweights, y, dqkv = unset((3, pairs), (3, pairs), (N, 15), (N, 45))
 
     def forward():
-        m.attention(qkv, rows, first, weights, y)
+        m.attention(qkv, t, path, weights, y)
         return y
 
     forward()
-    backward.attention_backward(dy, qkv, first, weights, dweights, dqkv)
-    return Case(dict(qkv=qkv), dict(lengths=LENGTHS[N]), forward, dy, dict(qkv=dqkv))
+    backward.attention_backward(dy, qkv, t, path, weights, dweights, dqkv)
+    return Case(dict(qkv=qkv), dict(t=t, path=path), forward, dy, dict(qkv=dqkv))
 
 
 def residual_case(dropout):
@@ -315,7 +314,7 @@ def gpt_config(norm, act, layers, heads):
 
 
 VOCABULARY = m.make_vocabulary(['abcdefghij'])
-WORDS = ['d', 'bagga', 'fedfa', 'cab']  # one character; the full context; h, i and j do not occur
+WORDS = ['bagfe', 'bagga', 'cab', 'd']  # from one character to the full context; no h, i or j
 
 
 def random_parameters(config, rng, dtype=np.float64):
@@ -355,8 +354,7 @@ class Run(NamedTuple):
 def run(config, p, batch, masks=None):
     """One pass forward and backward of either model, in room that was not set before."""
     kind, dtype = config['model'], p['C'].dtype
-    N, pairs = m.sizes(batch)
-    a, d = (room(m.ACTIVITY[kind](config, N, pairs), dtype) for _ in range(2))
+    a, d = (room(m.ACTIVITY[kind](config, *m.sizes(batch)), dtype) for _ in range(2))
     g = room(m.PARAMETERS[kind](config), dtype)
     more = {'masks': masks} if kind == 'gpt' else {}
 
@@ -423,10 +421,9 @@ def plain_gpt(config, p, ids, masks=None):
 
 def plain_gpt_batch(config, p, batch, masks=None):
     """Logits of a batch, one name after the other."""
-    X, Y, rows, first = batch
+    X, Y, t, path, at = batch
     logits = []
-    for begin in np.unique(first):
-        name = first == begin
+    for name in np.split(at, np.flatnonzero(t[at] == 0)[1:]):
         mask = masks[:, name] if masks is not None else None
         logits.append(plain_gpt(config, p, X[name, 0], mask))
     return np.concatenate(logits)

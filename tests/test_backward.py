@@ -5,7 +5,7 @@ import pytest
 from oracle import (
     ACTIVATIONS, BATCHES, CASES, NORMS, WORDS, central_difference_along, central_differences,
     column_after, complex_step, error, gpt_batch_of, gpt_config, mlp_batch_of, mlp_config, normal,
-    plain_gpt_batch, plain_loss, plain_mlp, ragged, random_parameters, run, unset)
+    plain_gpt_batch, plain_loss, plain_mlp, random_parameters, run, unset)
 
 import backward
 import model as m
@@ -145,13 +145,15 @@ def test_attention_gives_no_gradient_to_a_row_that_nothing_looked_at():
     case = CASES['attention'](rng(1), 32)
     dy = np.zeros_like(case.dy)
     qkv, dqkv = case.inputs['qkv'], np.full((32, 45), np.nan)
-    rows, first = ragged(case.fixed['lengths'])
-    dy[10] = 1                          # the last but one row of the name in rows 7 to 10 is 9
-    weights, dweights, ctx = unset((3, 200), (3, 200), (32, 15))
-    m.attention(qkv, rows, first, weights, ctx)
-    backward.attention_backward(dy, qkv, first, weights, dweights, dqkv)
-    touched = np.abs(dqkv).max(1) > 0
-    assert (touched == ((first == first[10]) & (rows <= 10))).all()
+    t, path = case.fixed['t'], case.fixed['path']
+    row = np.argmax(t)
+    dy[row] = 1
+    weights, dweights, ctx = unset((3, len(path)), (3, len(path)), (32, 15))
+    m.attention(qkv, t, path, weights, ctx)
+    backward.attention_backward(dy, qkv, t, path, weights, dweights, dqkv)
+    seen = path[:(t + 1)[:row + 1].sum()][-t[row] - 1:]
+    assert 3 <= len(seen) < 10
+    assert np.flatnonzero(np.abs(dqkv).max(1) > 0).tolist() == seen.tolist()
 
 
 # ---- Both models
@@ -190,7 +192,7 @@ def gpt_inputs(norm, act, layers, heads, dropout):
     batch = gpt_batch_of(config, WORDS)
     masks = None
     if dropout:
-        masks = (generator.random((2*layers, len(batch[1]), 12)) >= 0.3) / 0.7
+        masks = (generator.random((2*layers, len(batch[0]), 12)) >= 0.3) / 0.7
     return config, p, batch, masks
 
 
@@ -431,7 +433,7 @@ def test_trap_tied_table_has_two_contributions(norm):
     model = run(config, p, batch, masks)
     truth = central_differences(model.loss, p['C'])
     onehot = np.eye(11)[batch[0][:, 0]]
-    as_readout = model.d['logits'].T @ model.a['normed'][-1]
+    as_readout = model.d['logits'].T @ model.a['last']
     as_input = onehot.T @ model.d['emb']
     assert error(as_readout + as_input, truth) <= CENTRAL
     assert error(model.g['C'], truth) <= CENTRAL

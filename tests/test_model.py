@@ -282,7 +282,7 @@ def test_mlp_is_the_plain_formula(act, batchnorm, statistics):
     given = {}
     if statistics and batchnorm:
         given = dict(bnmean=0.01 * rng(3).random(7), bnvar=0.001 * rng(4).random(7))
-    a = room(m.mlp_activations(config, 6, 0))
+    a = room(m.mlp_activations(config, 6))
     loss = m.mlp(config, p, (X, Y), a, given)
     logits = plain_mlp(config, p, X, given)
     assert error(a['logits'], logits) <= 1e-13
@@ -302,7 +302,7 @@ def random_gpt(norm='rmsnorm', act='gelu', layers=2, heads=4, seed=1):
 def test_gpt_is_the_plain_formula_on_words_of_one_character_to_the_full_context(norm, act, heads):
     config, p = random_gpt(norm, act, heads=heads)
     batch = gpt_batch_of(config, WORDS)
-    masks = (rng(2).random((4, len(batch[1]), 12)) >= 0.3) / 0.7
+    masks = (rng(2).random((4, len(batch[0]), 12)) >= 0.3) / 0.7
     assert sorted(map(len, WORDS))[::len(WORDS) - 1] == [1, config['context'] - 1]
     for mask in None, masks:
         model = run(config, p, batch, mask)
@@ -312,10 +312,10 @@ def test_gpt_is_the_plain_formula_on_words_of_one_character_to_the_full_context(
 
 
 def sums(config, p, words):
-    """Loss and gradients of a batch, as sums over its rows and not as means."""
+    """Loss and gradients of a batch, as sums over its predictions and not as means."""
     batch = gpt_batch_of(config, words)
-    model, N = run(config, p, batch), len(batch[1])
-    return np.concatenate([[N * model.loss()], *(N * g.ravel() for g in model.g.values())])
+    model, B = run(config, p, batch), len(batch[1])
+    return np.concatenate([[B * model.loss()], *(B * g.ravel() for g in model.g.values())])
 
 
 @pytest.mark.parametrize('norm', NORMS)
@@ -357,14 +357,17 @@ def test_memory_gives_the_logits_of_the_full_forward(bits, norm):
     """Three words of the full context are read together, bit by bit."""
     config, p = random_gpt(norm)
     model = dict(config=config, p=p)
-    X, Y, rows, first = gpt_batch_of(config, ['bagga', 'fedfa', 'abcde'])
-    loss, full = m.predict(model, (X, Y, rows, first))
-    memory = np.full((2, 18, 36), np.nan)
+    X, Y, t, path, at = gpt_batch_of(config, ['bagfe', 'bagga', 'fedfa'])
+    loss, full = m.predict(model, (X, Y, t, path, at))
+    memory, paths = np.full((2, len(X), 36), np.nan), np.split(path, (t + 1).cumsum()[:-1])
     begin = 0
     for bit in bits:
-        now = np.flatnonzero((begin <= rows - first) & (rows - first < begin + bit))
-        loss, part = m.predict(model, (X[now], Y[now], rows[now], first[now]), memory)
-        assert error(part['logits'], full['logits'][now]) <= 1e-14
+        now = np.flatnonzero((begin <= t) & (t < begin + bit))
+        next_ones = np.isin(at, now)
+        loss, part = m.predict(
+            model, (X[now], Y[next_ones], t[now], np.concatenate([paths[row] for row in now]),
+                    np.searchsorted(now, at[next_ones])), memory)
+        assert error(part['logits'], full['logits'][next_ones]) <= 1e-14
         begin += bit
 
 
@@ -396,20 +399,26 @@ def test_mlp_batch_is_the_window_before_each_character(words, T):
 
 
 @pytest.mark.parametrize('words', WORD_LISTS)
-def test_gpt_batch_is_the_words_end_to_end(words):
-    vocabulary, config = m.make_vocabulary(words), dict(context=8)
-    examples = m.gpt_examples(words, vocabulary, config['context'])
+def test_gpt_batch_has_a_row_for_each_beginning_and_all_that_follows(words):
+    vocabulary = m.make_vocabulary(words)
+    examples = m.gpt_examples(words, vocabulary, 8)
     assert len(examples[1]) == len(words)
     for chosen in np.arange(len(words)), rng(1).integers(0, len(words), 5):
-        X, Y, first = [], [], []
-        for word in [words[i] for i in chosen]:
-            ids = [0] + [vocabulary.index(character) for character in word] + [0]
-            first += [len(X)] * (len(ids) - 1)
-            X += ids[:-1]
-            Y += ids[1:]
-        batch = m.gpt_batch(examples, chosen)
-        assert batch[0].tolist() == [[i] for i in X]
-        assert [part.tolist() for part in batch[1:]] == [Y, list(range(len(X))), first]
+        X, Y, t, path, at = m.gpt_batch(examples, chosen)
+        paths = np.split(path, (t + 1).cumsum())
+        assert not len(paths.pop())
+        assert [seen[-1] for seen in paths] == list(range(len(X)))
+        rows = [''.join(vocabulary[X[row, 0]] for row in seen) for seen in paths]
+        assert list(map(len, rows)) == (t + 1).tolist()
+        told = [(rows[row], vocabulary[y]) for row, y in zip(at, Y, strict=True)]
+        whole = ['\0' + words[i] + '\0' for i in chosen]
+        assert told == [(word[:k], word[k]) for word in whole for k in range(1, len(word))]
+
+
+def test_beginnings_that_sorted_words_have_in_common_are_one_row_each():
+    words = sorted(names(2000))
+    batch = m.gpt_batch(m.gpt_examples(words, m.make_vocabulary(words), 16), np.arange(2000))
+    assert len(batch[0]) == len({word[:k] for word in words for k in range(len(word) + 1)})
 
 
 # ---- Using a model
@@ -525,14 +534,15 @@ def without_memory(predict):
     ids = {}
 
     def full(model, batch, memory=None):
-        X, Y, rows, first = batch
-        ids.update(zip(rows.tolist(), X[:, 0].tolist(), strict=True))
-        lengths = rows - first + 1
-        begins = np.repeat(lengths.cumsum() - lengths, lengths)
-        places = np.arange(len(begins)) - begins + np.repeat(first, lengths)
-        X = np.array([[ids[place]] for place in places.tolist()])
-        loss, a = predict(model, (X, X[:, 0], np.arange(len(X)), begins))
-        return loss, {'logits': a['logits'][lengths.cumsum() - 1]}
+        X, Y, t, path, at = batch
+        ends = (t + 1).cumsum()
+        ids.update(zip(path[ends - 1].tolist(), X[:, 0].tolist(), strict=True))
+        X = np.array([[ids[row]] for row in path.tolist()])
+        each = [np.arange(n + 1) for n in t]
+        own = [end - n - 1 + np.arange(k + 1) for end, n in zip(ends, t) for k in range(n + 1)]
+        loss, a = predict(model, (
+            X, X[ends - 1, 0], np.concatenate(each), np.concatenate(own), ends[at] - 1))
+        return loss, a
     return full
 
 
@@ -572,7 +582,7 @@ def test_first_characters_are_as_frequent_as_the_model_says_but_no_name_is_empty
 @pytest.mark.parametrize('module', [m, backward])
 def test_a_short_context_shows_and_proves_names_that_fit(run, module):
     """A longer name would be looked up behind the end of the table of positions."""
-    _, (_, _, lengths) = m.own_examples(m.configure(dict(model='gpt', context=3), m.FLAGS))
+    _, (_, _, lengths, _) = m.own_examples(m.configure(dict(model='gpt', context=3), m.FLAGS))
     assert len(lengths) >= 32 and lengths.max() == 3
     assert run(module, '--model', 'gpt', '--context', '3').status == 0
 

@@ -82,14 +82,13 @@ def torch_batchnorm(x, gain, bias):
     return F.batch_norm(x, None, None, gain * share**0.5, bias, training=True, eps=1e-5 * share)
 
 
-def torch_attention(qkv, lengths, heads=3):
-    """One name after the other, with the causal mask."""
+def torch_attention(qkv, t, path, heads=3):
+    """One row after the other, its query against the keys on its path."""
     contexts = []
-    for rows in qkv.split(lengths):
-        q, k, v = rows.view(len(rows), 3, heads, -1).permute(1, 2, 0, 3)
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        contexts.append(context.transpose(0, 1).reshape(len(rows), -1))
-    return torch.cat(contexts)
+    for seen in path.split((t + 1).tolist()):
+        q, k, v = qkv[seen].view(len(seen), 3, heads, -1).permute(1, 2, 0, 3)
+        contexts.append(F.scaled_dot_product_attention(q[:, -1:], k, v).flatten())
+    return torch.stack(contexts)
 
 
 TORCH_NORMS = dict(
@@ -143,15 +142,25 @@ def torch_mlp(config, p, X, Y):
     return F.cross_entropy(F.linear(h, p['W2'].T, p['b2']), Y)
 
 
-def torch_gpt(config, p, X, Y, rows, first, masks=None):
-    lengths = torch.unique(first, return_counts=True)[1].tolist()
+def torch_causal_attention(qkv, heads):
+    """Of a whole name, with the causal mask."""
+    q, k, v = qkv.view(len(qkv), 3, heads, -1).permute(1, 2, 0, 3)
+    context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return context.transpose(0, 1).reshape(len(qkv), -1)
+
+
+def torch_gpt(config, p, X, Y, t, path, at, masks=None):
+    """All rows of all names, end to end."""
+    X, t = X[at], t[at]
+    lengths = torch.diff(torch.nonzero(Y == 0)[:, 0], prepend=torch.tensor([-1]))
     norm, act = TORCH_NORMS[config['norm']], TORCH_ACTIVATIONS[config['act']]
     if masks is None:
-        masks = torch.ones(2*config['layers'], 1, 1)
-    x = F.embedding(X[:, 0], p['C']) + F.embedding(rows - first, p['P'])
+        masks = torch.ones(2*config['layers'], 1, 1).expand(-1, len(at), 1)
+    masks, x = masks[:, at], F.embedding(X[:, 0], p['C']) + F.embedding(t, p['P'])
     for l in range(config['layers']):
         qkv = F.linear(norm(x, p['gain'][2*l]), p['Wqkv'][l].T)
-        context = torch_attention(qkv, lengths, config['heads'])
+        context = torch.cat([torch_causal_attention(name, config['heads'])
+                             for name in qkv.split(lengths.tolist())])
         x = x + F.linear(context, p['Wo'][l].T) * masks[2*l]
         up = F.linear(norm(x, p['gain'][2*l + 1]), p['Wup'][l].T)
         x = x + F.linear(act(up), p['Wdown'][l].T) * masks[2*l + 1]
@@ -200,7 +209,7 @@ def test_gpt_from_a_checkpoint_agrees_with_its_torch_twin(tmp_path, act, norm, d
     config = gpt_config(norm, act, 2, 4)
     batch, masks = gpt_batch_of(config, WORDS), None
     if dropout:
-        masks = (rng(3).random((4, len(batch[1]), 12)) >= 0.3) / 0.7
+        masks = (rng(3).random((4, len(batch[0]), 12)) >= 0.3) / 0.7
     check_model(tmp_path, config, batch, masks)
 
 

@@ -117,13 +117,14 @@ def test_an_epoch_takes_every_example_once_and_the_order_is_the_seeds(kind):
         steps = count // 8
         taken = itertools.islice(train.batches(settings, examples, number * steps + begin),
                                  steps - begin)
-        return [np.concatenate([np.column_stack([part.reshape(len(share[1]), -1)
-                                                 for part in share[:2]]) for share in shares])
-                for shares in taken]
+        return [np.concatenate([pairs(*share) for share in shares]) for shares in taken]
+
+    def pairs(X, Y, t=None, path=None, at=slice(None)):
+        return np.column_stack([X[at], Y])
+
     first = epoch(1)
     everything = train.batches(dict(config, batch=count, seed=5), examples, 0)
-    whole = np.concatenate([np.column_stack([part.reshape(len(share[1]), -1)
-                                             for part in share[:2]]) for share in next(everything)])
+    whole = np.concatenate([pairs(*share) for share in next(everything)])
     assert sorted(np.concatenate(first).tolist()) == sorted(whole.tolist())
     for same, again in zip(first[2:], epoch(1, begin=2), strict=True):
         np.testing.assert_array_equal(same, again)
