@@ -246,15 +246,12 @@ def attention_backward(dctx, qkv, t, path, weights, dweights, dqkv):
 
 
 def residual_backward(dx, mask, dbranch):
-    """A sum passes its gradient on, past the branch and into it; returns dbranch. Source: A.6.
-
-    That is dx itself, or dx times the forward pass's own mask, dbranch (N,E).
-    """
+    """dx passes the branch and, times its mask, enters it: that is returned. Source: A.6."""
     return dx if mask is None else np.multiply(dx, mask, out=dbranch)
 
 
 def head_backward(dlogits, x, C, dx, dC):
-    """The table as readout gives the first contribution to dC (V,E), its use as input another."""
+    """The table as readout: the first of two contributions to dC (V,E). Source: A.6."""
     dlogits.dot(C, out=dx)                                 # (B, E)
     dlogits.T.dot(x, out=dC)                               # (V, E)
 
@@ -289,11 +286,10 @@ def mlp_backward(config, p, batch, a, d, g):
 
 
 def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """After gpt() has filled a: g of the parameters; d is of one layer, which all use in turn."""
+    """After gpt() has filled a: g of the parameters; layer 0 of d is room that all layers use."""
     X, Y, t, path, at = batch
-    norm_backward = NORMS_BACKWARD[config['norm']]
+    norm_backward, L = NORMS_BACKWARD[config['norm']], config['layers']
     act_backward = ACTIVATIONS_BACKWARD[config['act']]
-    L = config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
     dx, dnormed, dctx = d['emb'], d['normed'][0], d['ctx'][0]                   # (N, E)
     dqkv = d['qkv'][0]                                                          # (N, 3*E)

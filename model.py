@@ -33,7 +33,7 @@ import numpy as np
 #   A  attention heads, each E/A wide                                            4
 #   N  rows of a batch, one for each beginning of a name        32             330 or so
 #   B  characters to predict; the MLP has a row for each                       460 or so
-#   P  pairs of a row with one that its attention looks at                    1600 or so
+#   P  pairs of a row with one that its attention looks at                    1700 or so
 #   M  rows that attention can look at: N, or all that are kept while names are generated
 #   I, O  inputs and outputs of a linear layer
 #
@@ -119,6 +119,11 @@ def mlp_batch(examples, chosen):
     return X, Y
 
 
+def spans(begins, lengths):
+    """begins[0], begins[0] + 1, ..., lengths[0] of them; then the same from begins[1], ..."""
+    return np.arange(lengths.sum()) + np.repeat(begins + lengths - lengths.cumsum(), lengths)
+
+
 def gpt_examples(words, vocabulary, T):
     """The line of ids; of each word the place of the boundary before it, and its length, end
     included; and for each place a number, the same where neighbouring words begin alike.
@@ -126,38 +131,38 @@ def gpt_examples(words, vocabulary, T):
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
     begins, lengths = boundaries[:-1], np.diff(boundaries)
-    alike = np.zeros_like(line)
+    alike = np.zeros_like(line)         # all begin with the boundary
     for t in range(1, lengths.max()):
         places = begins[lengths > t] + t
         longer = alike[places - 1] * len(vocabulary) + line[places]
-        alike[places] = alike.max() + (np.diff(longer, prepend=-1) != 0).cumsum()
+        new = np.diff(longer, prepend=-1) != 0             # another than in the word above
+        alike[places] = alike.max() + new.cumsum()
     return line, begins, lengths, alike
 
 
 def gpt_batch(examples, chosen):
-    """A row for each beginning of the chosen words; neighbours that begin alike have it in common.
+    """A row for each beginning of the chosen words, for all that have it if they were sorted.
 
     X (N,1) is its last character and t (N,) the position of that; path (P,) lists, for each row,
     those from the boundary to itself. Y (B,) are the characters that follow in all words, end to
     end, and at (B,) the rows to predict them from.
     """
     line, begins, lengths, alike = examples
-    lengths = lengths[chosen]
-    t = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)    # (B,)
-    places = np.repeat(begins[chosen], lengths) + t                             # (B,)
+    begins, lengths = begins[chosen], lengths[chosen]
+    places, t = spans(begins, lengths), spans(0, lengths)                       # (B,)
     Y = line[places + 1]                                                        # (B,)
     _, once, at = np.unique(alike[places], return_index=True, return_inverse=True)
     X = line[places[once]][:, None]                                             # (N, 1)
     t = t[once]                                                                 # (N,)
-    ends = (t + 1).cumsum()                                                     # (N,)
-    path = at[np.arange(ends[-1]) + np.repeat(once + 1 - ends, t + 1)]          # (P,)
+    path = at[spans(once - t, t + 1)]   # (P,)  in the first word that has a row, those up to it
     return X, Y, t, path, at
 
 
 # ---- The MLP in single operations: the column
 #
-# C holds the embedding of each character; W1 and b1 lead to the hidden units, which batch norm
-# scales by bngain and shifts by bnbias; W2 and b2 lead to the logits.
+# C holds the embedding of each character; W1 and b1 lead to the hidden units, each of which batch
+# norm brings to mean 0 and variance 1 over the batch, times bngain, plus bnbias; W2 and b2 lead to
+# the logits, a number for each character, whose softmax is its probability.
 
 MLP_PARAMETERS = 'C', 'W1', 'b1', 'bngain', 'bnbias', 'W2', 'b2'
 
@@ -200,10 +205,10 @@ def mlp_steps(p, X, Y):
 
 # ---- Layers
 #
-# A layer reads its first arguments and fills its last ones, which exist already: the large arrays
-# of a step are made once. Matrix products, and what NumPy does in one pass over memory, are left to
-# it. Most of the rest is kernels, loops that Numba compiles when first called, in float32 to train
-# and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
+# A layer reads its first arguments and fills its last ones (residual its first), which exist
+# already: the large arrays of a step are made once. Matrix products, and what NumPy does in one
+# pass over memory, are left to it. Most of the rest is kernels, loops that Numba compiles when
+# first called, in float32 to train and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
 # Kernels of several threads run at once (nogil), 1/0 is infinite as in NumPy (error_model), and the
 # fastmath flags let loops be vectorized and leave NaN and infinity as they are.
 
@@ -297,12 +302,12 @@ NORMS = dict(rmsnorm=rmsnorm, layernorm=layernorm)
 
 @kernel
 def tanh_of(x):
-    """tanh of one number, in arithmetic alone, so that a loop of it is vectorized. Source: A.1.
+    """tanh of one number, in arithmetic alone, so that a loop of it is vectorized.
 
-    Of a sixteenth it is Lambert's fraction z / (1 + z^2/(3 + z^2/(5 + z^2/(7 + z^2/9)))), here with
-    one division; and four times tanh 2z = 2 tanh z / (1 + tanh^2 z).
+    Of z = x/16 Lambert's z / (1 + z^2/(3 + z^2/(5 + z^2/(7 + z^2/9)))), here with one division, is
+    tanh but for rounding; four times tanh 2z = 2 tanh z / (1 + tanh^2 z) then leads back to x.
     """
-    f = type(x)
+    f = type(x)                                            # makes numbers of x's own kind
     z = min(max(x, f(-20)), f(20)) / f(16)                 # from 20 on it is 1, to the last digit
     z2 = z * z
     y = z * (f(945) + f(105)*z2 + z2*z2) / (f(945) + f(420)*z2 + f(15)*z2*z2)
@@ -379,8 +384,8 @@ def attention(qkv, t, path, weights, ctx):
     """ctx (N,E): what each row gathers from the rows on its path. Source: A.5.
 
     A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key, over
-    the root of their length, is a score; the softmax of the scores is weights (A,P), and ctx the
-    mean of the values so weighted.
+    the root of their length lest long ones score higher, is a score; the softmax of the scores is
+    weights (A,P), and ctx the mean of the values so weighted.
     path (P,) lists, for each row, the t[i] rows before it in its name and itself: it looks at no
     others, and so at nothing that comes later.
     """
@@ -392,7 +397,7 @@ def attention(qkv, t, path, weights, ctx):
     for i in range(N):
         seen = path[pair:pair + t[i] + 1]
         for a in range(A):
-            q = parts[seen[-1], 0, a]
+            q = parts[seen[-1], 0, a]                      # of the row itself
             w = weights[a, pair:pair + len(seen)]
             for j in range(len(seen)):
                 k = parts[seen[j], 1, a]
@@ -509,15 +514,15 @@ def gpt_activations(config, N, P, B):
 
 
 def gpt(config, p, batch, a, masks=None, memory=None):
-    """Fill the activations, return the mean loss of a batch X (N,1), Y (B,), t, path, at (B,).
+    """Fill the activations, return the mean loss of the B predictions that gpt_batch() gives.
 
-    masks (2L,N,E) are those of dropout, or all None. `memory` (L,M,3E), where given, keeps queries,
-    keys and values from call to call, so that a name can be read character by character.
+    masks (2L,N,E) are those of dropout. `memory` (L,M,3E), where given, keeps queries, keys and
+    values from call to call, so that a name can be read character by character.
     """
     X, Y, t, path, at = batch
     norm, act, L = NORMS[config['norm']], ACTIVATIONS[config['act']], config['layers']
     masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    x, branch = a['emb'], a['branch']                                           # (N, E)
+    x, branch = a['emb'], a['branch']   # (N, E)  x grows in place: the way back needs no old one
     embedding(p['C'], X, x)                                                     # (N, E)
     embedding(p['P'], t[:, None], branch)                                       # (N, E)
     residual(x, branch, None)                                                   # (N, E)
@@ -538,7 +543,7 @@ def gpt(config, p, batch, a, masks=None, memory=None):
         linear(a['h'][l], p['Wdown'][l], None, branch)                          # (N, E)
         residual(x, branch, masks[j])                                           # (N, E)
     norm(x, p['gain'][-1], a['raw'][-1], a['inv'][-1], a['normed'][-1])         # (N, E)
-    embedding(a['normed'][-1], at[:, None], a['last'])                          # (B, E)
+    embedding(a['normed'][-1], at[:, None], a['last'])     # (B, E)  a copy for each prediction
     head(a['last'], p['C'], a['logits'])                                        # (B, V)
     return cross_entropy(a['logits'], Y, a['probs'])
 
@@ -632,8 +637,8 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
         if config['model'] == 'mlp':
             batch = ids[alive, t:t + T], Y
         else:
-            seen = alive[:, None]*T + np.arange(t + 1)
-            batch = ids[alive, T + t - 1:T + t], Y, t + 0*Y, seen.ravel(), np.arange(len(Y))
+            at, seen = np.arange(len(Y)), alive[:, None]*T + np.arange(t + 1)    # T places a name
+            batch = ids[alive, T + t - 1:T + t], Y, np.full_like(Y, t), seen.ravel(), at
         logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
         if t == 0:
             logits[:, 0] = -np.inf                         # no name is empty
@@ -642,7 +647,7 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
         alive = alive[ids[alive, T + t] != 0]
         if not len(alive):
             break
-    return [''.join(vocabulary[i] for i in row if i) for row in ids]
+    return [''.join(vocabulary[i] for i in row[row > 0]) for row in ids]
 
 
 def score(model, words):

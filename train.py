@@ -152,9 +152,9 @@ def batches(config, examples, step):
 # ---- One step
 #
 # A run is a dict: config, state, examples by part of the data, the pool of threads, the parameters
-# as `flat` and as `p`, and for each thread a room: the activations a, their gradients d, and the
-# parameters' gradients g. `kept` is the step that its file holds and `file` is which() of it; None
-# before there is one.
+# as `flat` and as `p`, and for each thread a room: the activations a, d for their gradients, and g
+# for those of the parameters. `kept` is the step that its file holds and `file` is which() of it;
+# None before there is one.
 
 def new_run(state, examples, pool):
     """A run that goes on from a state; the state's latest parameters become views of its `flat`."""
@@ -162,9 +162,8 @@ def new_run(state, examples, pool):
     shapes = m.PARAMETERS[config['model']](config)
     flat = np.concatenate([w.ravel() for w in latest['p'].values()])            # (size,)
     latest['p'] = m.views(shapes, flat)
-    rooms = [dict(flat_g=np.zeros_like(flat)) for _ in range(config.get('threads', 1))]
-    for room in rooms:
-        room['g'] = m.views(shapes, room['flat_g'])
+    flat_gs = np.zeros((config.get('threads', 1), len(flat)), flat.dtype)       # (threads, size)
+    rooms = [dict(flat_g=flat_g, g=m.views(shapes, flat_g)) for flat_g in flat_gs]
     return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
                 p=latest['p'], rooms=rooms, kept=None, file=None)
 
@@ -181,8 +180,7 @@ def make_room(config, room, *sizes):
 
 
 def gradient(run, share, step, thread, total):
-    """A share's part in the mean loss of all predictions; fills g of its thread with the gradient.
-    """
+    """A share's part in the mean loss of all predictions; its thread's g gets the gradient."""
     config, p, room = run['config'], run['p'], run['rooms'][thread]
     kind, masks = config['model'], {}
     if config.get('backward') == 'steps':
@@ -230,8 +228,7 @@ def evaluate(model, examples, pool):
     size = 4096 if kind == 'mlp' else 32
 
     def block(begin):
-        chosen = np.arange(begin, min(begin + size, n))
-        batch = m.BATCH[kind](examples, chosen)
+        batch = m.BATCH[kind](examples, slice(begin, begin + size))
         return m.predict(model, batch)[0] * len(batch[1]), len(batch[1])
 
     losses, rows = zip(*pool.map(block, range(0, n, size)))
@@ -475,8 +472,7 @@ def say_compiling(kernels):
 
 def check_gradients(config, examples):
     """Prove the gradients of this very model on a few of its words, or refuse to train."""
-    chosen = np.arange(min(len(examples[1]), 16 if config['model'] == 'mlp' else 4))
-    batch = m.BATCH[config['model']](examples, chosen)
+    batch = m.BATCH[config['model']](examples, slice(16 if config['model'] == 'mlp' else 4))
     rows = backward.prove_model(config, batch, np.random.default_rng(1), np.dtype('float64'), 50)
     if backward.print_rows(config['model'], rows, np.dtype('float64'), sys.stderr):
         raise Refusal('a gradient is wrong, so nothing was trained: see python backward.py')
@@ -505,7 +501,7 @@ def main(argv=None):
             raise Refusal('--plot needs matplotlib: pip install matplotlib')
         check_place('--plot', picture)
     check_place('--out', out)
-    to_examples = m.EXAMPLES[config['model']]
+    to_examples = m.EXAMPLES[config['model']]              # sorted: neighbours begin alike
     examples = {part: to_examples(sorted(parts[part]), state['vocabulary'], config['context'])
                 for part in ('train', 'dev', 'test', 'sample')}
     if check:

@@ -44,7 +44,7 @@ def without_readout(dlogits, x, C, dx, dC, whole=backward.head_backward):
 
 
 def without_input(demb, X, dC, whole=backward.embedding_backward):
-    if len(dC) == 27:                   # the characters' table; that of positions has other rows
+    if len(dC) == 27:                   # the characters' table: positions are fewer, rows more
         whole(demb, X, np.zeros_like(dC))
     else:
         whole(demb, X, dC)
