@@ -99,10 +99,25 @@ def encode(words, vocabulary, T):
     return np.searchsorted(characters, np.frombuffer(line.encode('utf-32-le'), np.uint32))
 
 
-# What batches are made of. For the MLP it is characters to predict, each by the T before it; for
+# ---- Batches
+#
+# What a model reads at once. For the MLP it is characters to predict, each by the T before it; for
 # the GPT whole names, with a row for each beginning. A row depends on nothing that follows, so
 # names that begin alike share rows: "al" and "amy" have the five rows "", a, al, am and amy, and
 # seven characters to predict from them, a l end and a m y end.
+#
+# Kernels are loops that Numba compiles when first called. Those of several threads run at once
+# (nogil), 1/0 is infinite as in NumPy (error_model), and the fastmath flags let loops be vectorized
+# and leave NaN and infinity as they are.
+
+def kernel(function):
+    """Compile by Numba, and keep the machine code on disk if there is a place to write it."""
+    options = dict(nogil=True, error_model='numpy', fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
 
 def mlp_examples(words, vocabulary, T):
     """The line of ids, and the place in it of each character to predict, each word's end too."""
@@ -119,43 +134,48 @@ def mlp_batch(examples, chosen):
     return X, Y
 
 
-def spans(begins, lengths):
-    """begins[0], begins[0] + 1, ..., lengths[0] of them; then the same from begins[1], ..."""
-    return np.arange(lengths.sum()) + np.repeat(begins + lengths - lengths.cumsum(), lengths)
-
-
 def gpt_examples(words, vocabulary, T):
-    """The line of ids; of each word the place of the boundary before it, and its length, end
-    included; and for each place a number, the same where neighbouring words begin alike.
-    """
+    """The line of ids, the place of the boundary before each word, and its length, end included."""
     line = encode(words, vocabulary, 1)
     boundaries = np.flatnonzero(line == 0)
-    begins, lengths = boundaries[:-1], np.diff(boundaries)
-    alike = np.zeros_like(line)         # all begin with the boundary
-    for t in range(1, lengths.max()):
-        places = begins[lengths > t] + t
-        longer = alike[places - 1] * len(vocabulary) + line[places]
-        new = np.diff(longer, prepend=-1) != 0             # another than in the word above
-        alike[places] = alike.max() + new.cumsum()
-    return line, begins, lengths, alike
+    return line, boundaries[:-1], np.diff(boundaries)
+
+
+@kernel
+def find_rows(line, begins, lengths, own, X, t, path, Y, at):
+    """Fill the arrays that gpt_batch returns, N of X and t, and P of path; returns N and P.
+
+    A word shares the rows of the word before it as long as their characters are the same; own[k] is
+    the row of its beginning that ends at position k.
+    """
+    N, P, B = 0, 0, 0
+    for i in range(len(begins)):
+        shared = i > 0
+        for k in range(lengths[i]):
+            shared = shared and line[begins[i] + k] == line[begins[i - 1] + k]
+            if not shared:
+                own[k], X[N], t[N] = N, line[begins[i] + k], k
+                for j in range(k + 1):
+                    path[P + j] = own[j]
+                N, P = N + 1, P + k + 1
+            Y[B], at[B] = line[begins[i] + k + 1], own[k]
+            B += 1
+    return N, P
 
 
 def gpt_batch(examples, chosen):
-    """A row for each beginning of the chosen words, for all that have it if they were sorted.
+    """The rows of the chosen words, shared by neighbours that begin alike.
 
-    X (N,1) is its last character and t (N,) the position of that; path (P,) lists, for each row,
-    those from the boundary to itself. Y (B,) are the characters that follow in all words, end to
-    end, and at (B,) the rows to predict them from.
+    X (N,1) is the last character of each beginning and t (N,) its position; path (P,) lists, for
+    each row, those from the boundary to itself. Y (B,) are the characters that follow in all words,
+    end to end, and at (B,) the rows to predict them from.
     """
-    line, begins, lengths, alike = examples
+    line, begins, lengths = examples
     begins, lengths = begins[chosen], lengths[chosen]
-    places, t = spans(begins, lengths), spans(0, lengths)                       # (B,)
-    Y = line[places + 1]                                                        # (B,)
-    _, once, at = np.unique(alike[places], return_index=True, return_inverse=True)
-    X = line[places[once]][:, None]                                             # (N, 1)
-    t = t[once]                                                                 # (N,)
-    path = at[spans(once - t, t + 1)]   # (P,)  in the first word that has a row, those up to it
-    return X, Y, t, path, at
+    X, t, Y, at, own = np.empty((5, lengths.sum()), np.int64)                   # (B,)
+    path = np.empty((lengths * (lengths + 1)).sum() // 2, np.int64)
+    N, P = find_rows(line, begins, lengths, own, X, t, path, Y, at)
+    return X[:N, None], Y, t[:N], path[:P], at
 
 
 # ---- The MLP in single operations: the column
@@ -207,19 +227,8 @@ def mlp_steps(p, X, Y):
 #
 # A layer reads its first arguments and fills its last ones (residual its first), which exist
 # already: the large arrays of a step are made once. Matrix products, and what NumPy does in one
-# pass over memory, are left to it. Most of the rest is kernels, loops that Numba compiles when
-# first called, in float32 to train and float64 to prove; x.dtype.type(0) is a zero of x's own kind.
-# Kernels of several threads run at once (nogil), 1/0 is infinite as in NumPy (error_model), and the
-# fastmath flags let loops be vectorized and leave NaN and infinity as they are.
-
-def kernel(function):
-    """Compile by Numba, and keep the machine code on disk if there is a place to write it."""
-    options = dict(nogil=True, error_model='numpy', fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:
-        return numba.njit(**options)(function)
-
+# pass over memory, are left to it. Most of the rest is kernels, in float32 to train and float64 to
+# prove; x.dtype.type(0) is a zero of x's own kind.
 
 @kernel
 def embedding(C, X, emb):
