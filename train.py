@@ -114,7 +114,7 @@ def read_words(config):
         say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
             '(see --max-len and --context)')
     columns = re.compile(r'\t|[,;](?=\S)')
-    table = [i for i, line in enumerate(lines, 1) if columns.search(line)]
+    table = [i for i, line in enumerate(lines, 1) if not line.isalpha() and columns.search(line)]
     if table:
         more = f' (and {len(table) - 1} more)' if table[1:] else ''
         say(f'warning: line {table[0]} looks like a row of a table{more}; it is learnt as it is')
