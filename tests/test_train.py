@@ -132,6 +132,24 @@ def test_an_epoch_takes_every_example_once_and_the_order_is_the_seeds(kind):
     assert np.concatenate(first).tolist() != np.concatenate(epoch(1, number=1)).tolist()
 
 
+@pytest.mark.parametrize('threads', [1, 2])
+def test_names_of_a_batch_share_the_rows_of_their_beginnings(run, monkeypatch, threads):
+    """0.72 of them are left; if the words were not sorted it would be 0.85."""
+    real, counts = train.train_step, []
+
+    def train_step(run, shares, step):
+        counts.append([[len(X), len(Y)] for X, Y, *_ in shares])
+        return real(run, shares, step)
+    monkeypatch.setattr(train, "train_step", train_step)
+    words = (ROOT / "data/names.txt").read_text().split()
+    write_words(words[::5])
+    assert run(train, "--data", "w.txt", "--model", "gpt", "--embd", 8, "--batch", 64,
+               "--steps", 20, "--eval-every", 0, "--threads", threads).status == 0
+    assert np.shape(counts) == (20, threads, 2)
+    rows, characters = np.sum(counts, (0, 1))
+    assert 0.6 < rows / characters < 0.76
+
+
 def test_the_column_and_the_layers_train_alike(run, steps_taken):
     write_words((ROOT / "data/names.txt").read_text().split()[::50])
     for backward in "fused", "steps":
