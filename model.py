@@ -900,7 +900,7 @@ def main(argv=None):
     config = configure(vars(parser.parse_args(argv)), FLAGS)
     kind = config['model']
     vocabulary, examples = own_examples(config)
-    chosen = np.random.default_rng(1).integers(0, len(examples[1]), 32)
+    chosen = np.sort(np.random.default_rng(1).integers(0, len(examples[1]), 32))
     batch = BATCH[kind](examples, chosen)
 
     shapes = PARAMETERS[kind](config)
