@@ -9,6 +9,7 @@ tied to the embedding. Next, read backward.py: the same things in the same order
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -585,7 +586,10 @@ def make_parameters(config, rng, dtype=np.float32):
 
 
 def dropout_masks(config, N, rng, dtype=np.float32):
-    """Masks (2L,N,E) for residual(): 0 for what is dropped, else 1 / (1 - rate)."""
+    """Masks (2L,N,E) for residual(): 0 for what is dropped, else 1 / (1 - rate).
+
+    Names that share a row drop the same there.
+    """
     kept = rng.random((2*config['layers'], N, config['embd']), dtype) >= config['dropout']
     return kept * dtype(1 / (1 - config['dropout']))                            # (2*L, N, E)
 
@@ -659,16 +663,12 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     return [''.join(vocabulary[i] for i in row[row > 0]) for row in ids]
 
 
-def score(model, words):
-    """The log-probability of each word, its end included, in nats."""
+def score(model, word):
+    """The log-probability of a word, its end included, in nats."""
     kind = model['config']['model']
-    examples = EXAMPLES[kind](words, model['vocabulary'], model['config']['context'])
-    rows = np.cumsum([0] + [len(word) + 1 for word in words])
+    examples = EXAMPLES[kind]([word], model['vocabulary'], model['config']['context'])
     batch = BATCH[kind](examples, slice(None))
-    z = predict(model, batch)[1]['logits'].astype(np.float64)                   # (B, V)
-    z -= z.max(1, keepdims=True)
-    logprobs = z[np.arange(len(z)), batch[1]] - np.log(np.exp(z).sum(1))        # (B,)
-    return np.add.reduceat(logprobs, rows[:-1])
+    return -predict(model, batch)[0] * len(batch[1])
 
 
 # ---- Configuration: what is chosen when a model is made, and what it is if nothing is typed
@@ -699,11 +699,11 @@ def one_of(*values):
 
 FLAGS = dict(
     model=(one_of('mlp', 'gpt'), '{mlp,gpt}', None, None, 'which one (mlp)'),
-    context=(number(int, 0), 'N', 3, 0, 'characters it looks at; 0: longest word + 1'),
-    embd=(number(int, 1), 'N', 10, 64, 'width of the embedding'),
-    hidden=(number(int, 1), 'N', 64, None, 'hidden units'),
-    layers=(number(int, 1), 'N', None, 4, 'layers'),
-    heads=(number(int, 1), 'N', None, 4, 'attention heads'),
+    context=(number(int, 0, 2**16), 'N', 3, 0, 'characters it looks at; 0: longest word + 1'),
+    embd=(number(int, 1, 2**16), 'N', 10, 64, 'width of the embedding'),
+    hidden=(number(int, 1, 2**16), 'N', 64, None, 'hidden units'),
+    layers=(number(int, 1, 2**16), 'N', None, 4, 'layers'),
+    heads=(number(int, 1, 2**16), 'N', None, 4, 'attention heads'),
     act=(one_of(*ACTIVATIONS), 'NAME', 'tanh', 'gelu', ', '.join(ACTIVATIONS)),
     norm=(one_of(*NORMS), 'NAME', None, 'rmsnorm', ', '.join(NORMS)),
     batchnorm=(one_of(True, False), None, True, None, 'leave out batch norm (mlp)'),
@@ -756,10 +756,34 @@ def configure(typed, flags):
 FORMAT = 1
 
 
-def save(path, state, aside=None):
+def which(path):
+    """What tells a file from any that takes its place: its number and time; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.stat(path).st_ino, os.stat(path).st_mtime_ns
+
+
+def give_number(file, path):
+    """Let a file stand under the first free of the names path.1, path.2, ...; returns the name."""
+    base, end = os.path.splitext(path)
+    for number in itertools.count(1):
+        name = f'{base}.{number}{end}'
+        if os.path.lexists(name):
+            continue
+        try:
+            os.link(file, name)
+        except FileExistsError:         # another run took it this very moment
+            continue
+        except OSError:                 # a file system without links
+            os.rename(file, name)
+        return name
+
+
+def save(path, state, own=None):
     """Write a training state; at every moment path holds the whole old file or the whole new one.
 
-    The old file stays under the name `aside`, if that is given.
+    `own` is which() of what this run wrote there before. Of another run the new file takes a name
+    beside it, and a first one moves what stands there. Returns the new file's name, its which(),
+    and the name of what was moved, or None.
     """
     config = json.dumps(state['config'], sort_keys=True, ensure_ascii=False)
     stored = dict(
@@ -776,18 +800,18 @@ def save(path, state, aside=None):
             np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
-        if aside:
-            try:
-                os.link(path, aside)
-            except FileExistsError:
-                raise
-            except OSError:             # a file system without links
-                os.rename(path, aside)
-        os.replace(partial, path)
+        new, there, moved = which(partial), which(path), None
+        if there and own and there != own:
+            path = give_number(partial, path)
+        else:
+            moved = give_number(path, path) if there and not own else None
+            os.replace(partial, path)
+        return path, new, moved
     except OSError as error:
+        raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
+    finally:
         with contextlib.suppress(OSError):
             os.remove(partial)
-        raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
 
 
 STORED = dict(vocabulary=number(int, 2), longest=number(int, 1), sha256=str,

@@ -37,7 +37,7 @@ def read_command_line(argv):
          help='only from the likeliest that have this probability together, 0: from all (0)')
     flag('--prefix', type=word, default='', metavar='TEXT',
          help='how each name begins; --prefix=-x for one that begins with a dash')
-    flag('--max-len', type=number(int, 1), metavar='N', help='where a name is cut off')
+    flag('--max-len', type=number(int, 1, 2**16), metavar='N', help='where a name is cut off')
     flag('--unique', action='store_true', help='no name twice')
     flag('--new', action='store_true', help='no name that stands in the data')
     flag('--score', type=word, nargs='+', metavar='WORD',
@@ -80,7 +80,8 @@ def print_scores(model, words, as_json):
         if not word:
             raise Refusal('--score takes words of at least one character')
         check_text(model, '--score', word)
-    for word, logprob in zip(words, m.score(model, words)):
+    for word in words:
+        logprob = m.score(model, word)
         per_char = logprob / (len(word) + 1)               # its end is a character too
         perplexity = math.exp(-per_char) if per_char > -700 else None      # too large for a float
         numbers = dict(logprob=logprob, per_char=per_char, perplexity=perplexity)
@@ -92,29 +93,28 @@ def print_scores(model, words, as_json):
 
 
 def print_names(model, args, known):
-    """Print up to args.n names; `known` are the words of the data, or None."""
+    """Print args.n names, or what can be found; `known` are the words of the data, or None."""
     rng = np.random.default_rng(args.seed)
-    printed, seen, in_data, tried = 0, set(), 0, 0
+    printed, seen, in_data, in_vain = 0, set(), 0, 0
     terminal = sys.stdout.isatty()
-    while printed < args.n and tried < 1000 + 100 * args.n:
-        size = 1000 if args.unique or args.new else min(1000, args.n - printed)
-        names = m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,
-                           args.prefix, args.max_len)
-        tried += size
-        logprobs = m.score(model, names) if args.json else [None] * size
-        for name, logprob in zip(names, logprobs):
+    while printed < args.n and in_vain < 10000:
+        # as many each time, so that with -n 20 come the names of -n 10 and then ten more
+        for name in m.generate(model, 250, rng, args.temperature, args.top_k, args.top_p,
+                               args.prefix, args.max_len):
             old = name in known if known is not None else None
+            in_vain += 1
             if printed == args.n or args.unique and name in seen or args.new and old:
                 continue
             seen.add(name)
-            printed += 1
+            printed, in_vain = printed + 1, 0
             in_data += bool(old)
             if args.json:
-                print(json.dumps(dict(name=name, logprob=logprob, in_data=old), ensure_ascii=False))
+                print(json.dumps(dict(name=name, logprob=m.score(model, name), in_data=old),
+                                 ensure_ascii=False))
             else:
                 print(f'{name}  (in the data)' if old and terminal else name)
     if printed < args.n:
-        print(f'only {printed} such names among {tried} tried', file=sys.stderr)
+        print(f'only {printed} such names: the last {in_vain} tried were none', file=sys.stderr)
     if terminal and known is not None:
         print(f'{in_data} of {printed} names stand in the data', file=sys.stderr)
 

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import glob
 import importlib.util
-import itertools
 import math
 import os
 import random
@@ -153,10 +152,10 @@ def batches(config, examples, step):
 #
 # A run is a dict: config, state, examples by part of the data, the pool of threads, the parameters
 # as `flat` and as `p`, and for each thread a room: the activations a, d for their gradients, and g
-# for those of the parameters. `kept` is the step that its file holds and `file` is which() of it;
-# None before there is one.
+# for those of the parameters. It is kept in the file `out`, which holds the step `kept` and whose
+# which() is `file`: None before there is one.
 
-def new_run(state, examples, pool):
+def new_run(state, examples, pool, out=None, file=None):
     """A run that goes on from a state; the state's latest parameters become views of its `flat`."""
     config, latest = state['config'], state['latest']
     shapes = m.PARAMETERS[config['model']](config)
@@ -165,7 +164,7 @@ def new_run(state, examples, pool):
     flat_gs = np.zeros((config.get('threads', 1), len(flat)), flat.dtype)       # (threads, size)
     rooms = [dict(flat_g=flat_g, g=m.views(shapes, flat_g)) for flat_g in flat_gs]
     return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
-                p=latest['p'], rooms=rooms, kept=None, file=None)
+                p=latest['p'], rooms=rooms, out=out, file=file, kept=state['step'])
 
 
 def make_room(config, room, *sizes):
@@ -242,16 +241,8 @@ def sample(model, step, n):
 
 # ---- The run
 
-def which(path):
-    """What tells a file from any that takes its place: its number and time; None without one."""
-    return (os.stat(path).st_ino, os.stat(path).st_mtime_ns) if os.path.exists(path) else None
-
-
-def keep(run, evaluating, out):
-    """Evaluate if asked to, refuse what is not finite, and save the state in the file `out`.
-
-    What stands there moves aside, unless this very run wrote it or goes on from it.
-    """
+def keep(run, evaluating):
+    """Evaluate if asked to, refuse what is not finite, and save the state."""
     state, config, examples = run['state'], run['config'], run['examples']
     latest, losses = state['latest'], []
     if config.get('batchnorm'):
@@ -267,22 +258,17 @@ def keep(run, evaluating, out):
         state['history'].append((state['step'], *losses))
     if state['best_step'] in (-1, state['step']):          # -1: nothing was evaluated yet
         state['best'] = {**latest, 'p': {name: w.copy() for name, w in latest['p'].items()}}
-    aside = None
-    if which(out) not in (None, run['file']):
-        base, end = os.path.splitext(out)
-        names = (f'{base}.{number}{end}' for number in itertools.count(1))
-        aside = next(name for name in names if not os.path.exists(name))
-    m.save(out, state, aside)
-    run.update(kept=state['step'], file=which(out))
-    if aside:
-        say(f'what stood in {out} is {aside} now')
+    out = run['out']
+    run['out'], run['file'], moved = m.save(out, state, run['file'])
+    run['kept'] = state['step']
+    if moved:
+        say(f'what stood in {out} is {moved} now')
+    if run['out'] != out:
+        say(f"another run writes {out}: this one is kept in {run['out']} from here on")
 
 
-def train(run, out):
-    """Train to the end of the plan, or to a signal; returns steps a second and that signal.
-
-    The state is kept in the file `out`.
-    """
+def train(run):
+    """Train to the end of the plan, or to a signal; returns steps a second and that signal."""
     config, state = run['config'], run['state']
     first, steps, every = state['step'], config['steps'], config['eval_every']
     signals, smooth, begun = [], 0, time.perf_counter()
@@ -293,7 +279,7 @@ def train(run, out):
     def milestone():
         nonlocal begun
         paused = time.perf_counter()
-        keep(run, True, out)
+        keep(run, True)
         step, train_loss, dev_loss = state['history'][-1]
         left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
         say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
@@ -325,7 +311,7 @@ def train(run, out):
                 milestone()
         seconds = time.perf_counter() - begun
         if signals:
-            keep(run, False, out)
+            keep(run, False)
     finally:
         bar.close()
         for number, handler in zip(handled, before):
@@ -369,7 +355,7 @@ def plot(state, words, path):
 
 TRAINING = dict(
     data=(str, 'FILE', '', '', 'UTF-8 text, one word a line; default data/names.txt'),
-    max_len=(number(int, 1), 'N', 100, 100, 'skip longer words'),
+    max_len=(number(int, 1, 2**16 - 1), 'N', 100, 100, 'skip longer words'),
     steps=(number(int, 0), 'N', 110000, 4000, 'steps to train'),
     batch=(number(int, 1), 'N', 32, 64, 'characters or names in a step'),
     lr=(number(float, 0), 'F', 0.002, 0.003, 'highest learning rate'),
@@ -490,7 +476,7 @@ def main(argv=None):
     out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
     if os.path.islink(out):
         out = os.path.realpath(out)     # the link itself stays
-    there = which(out)
+    there = m.which(out) if resume else None
     state, parts = go_on(typed, out) if resume else start(typed)
     config = state['config']
     places = [os.path.realpath(path) for path in (config['data'] or m.DATA, out, picture) if path]
@@ -509,25 +495,23 @@ def main(argv=None):
     say_compiling([OPTIMIZERS[config['optimizer']],
                    m.attention if config['model'] == 'gpt' else m.embedding])
     with ThreadPoolExecutor(config.get('threads', 1)) as pool:
-        run = new_run(state, examples, pool)
-        if resume:
-            run.update(kept=state['step'], file=there)
+        run = new_run(state, examples, pool, out, there)
         try:
-            speed, signals = train(run, out)
+            speed, signals = train(run)
         except FloatingPointError:
             say(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
-                f"{config['lr']:g}; "
-                + (f"{out} keeps step {run['kept']}" if run['file'] else 'nothing was written'))
+                f"{config['lr']:g}; " + (f"{run['out']} keeps step {run['kept']}"
+                                         if run['file'] else 'nothing was written'))
             return 1
         if signals:
-            command = ['python', sys.argv[0], '--resume', '--out', out]
+            command = ['python', sys.argv[0], '--resume', '--out', run['out']]
             command += ['--plot', picture] if picture else []
             say(f"stopped: step {state['step']}, saved; to go on: {shlex.join(command)}")
             return 128 + signals[0]
         best = state['best']
+        print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
+              f"best at step {state['best_step']}, kept in {run['out']}")
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
-    print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
-          f"best at step {state['best_step']}, kept in {out}")
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(best, state['step'], 10), sep='\n')
     if picture:

@@ -310,9 +310,9 @@ def train_quietly(job, steps, pool):
     examples = dict(few, train=job.examples['train'])
     examples['sample'] = few['train']
     state = copy.deepcopy({**job.state, 'config': config, 'history': []})
-    run = train.new_run(state, examples, pool)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
-        speed, _ = train.train(run, os.path.join(folder, 'model.npz'))
+        run = train.new_run(state, examples, pool, os.path.join(folder, 'model.npz'))
+        speed, _ = train.train(run)
     return speed, run['state']
 
 

@@ -1,6 +1,7 @@
 """Kills at any moment, and any file where a checkpoint should be."""
 import io
 import json
+import os
 import random
 import signal
 import time
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import model
 import sample
 import train
-from conftest import NAMES, SIZES, both_models, call, process, write_words
+from conftest import NAMES, SIZES, both_models, call, finish, process, write_words
 
 # ---- SIGKILL
 
@@ -74,6 +75,20 @@ def test_killed_while_it_moves_an_older_run_aside_no_run_is_lost(here):
         assert known <= seeds <= set(range(kill + 1))
         known = seeds
     assert len(known) >= 7
+
+
+@pytest.mark.slow
+@both_models
+def test_four_runs_at_once_into_one_file_all_end_and_lose_nothing(here, kind):
+    write_words(NAMES)
+    plan = [*SIZES[kind], "--data", "w.txt", "--steps", "60", "--eval-every", "1"]
+    runs = [process("train", *plan, "--seed", str(seed)) for seed in range(4)]
+    for started in runs:
+        status, out, err = finish(started)
+        assert (status, out.count(b"\n")) == (0, 12), err
+    states = [model.load(str(path), train.ALL_FLAGS) for path in Path("out").glob("*.npz")]
+    ended = {state["config"]["seed"] for state in states if state["step"] == 60}
+    assert ended == set(range(4)) and len(states) == len(os.listdir("out")) <= 10
 
 
 # ---- Fuzzing of the loader: success or one sentence

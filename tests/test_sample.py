@@ -77,7 +77,7 @@ def test_sampling_uses_the_best_and_says_its_step_and_loss(trained, run, kind):
     dev = {step: loss for step, _, loss in state["history"]}
     result = run(sample, f"out/{kind}.npz", "-n", 30)
     assert f"step {state['best_step']}, dev loss {dev[state['best_step']]:.4f}" in result.err
-    expected = model.generate(best_of(f"out/{kind}.npz"), 30, np.random.default_rng(0))
+    expected = model.generate(best_of(f"out/{kind}.npz"), 250, np.random.default_rng(0))[:30]
     assert result.out.split() == expected
 
 
@@ -303,8 +303,18 @@ def test_attempts_are_bounded(trained, run, monkeypatch):
     asked, real = [], model.generate
     monkeypatch.setattr(model, "generate", lambda best, n, *rest: asked.append(n) or
                         real(best, n, *rest))
-    run(sample, "out/mlp.npz", "--unique", "-n", 50, "--max-len", 1)
-    assert 50 < sum(asked) <= 10000
+    result = run(sample, "out/mlp.npz", "--unique", "-n", 10**9, "--max-len", 1)
+    assert result.out.count("\n") == len(ALPHABET)
+    assert 50 < sum(asked) <= 20000
+
+
+@both_models
+def test_more_names_of_a_seed_begin_with_the_fewer(names, kind):
+    lines = names(kind, "-n", 600)
+    for n in 0, 1, 20, 250, 251:
+        assert names(kind, "-n", n) == lines[:n]
+    unique = list(dict.fromkeys(lines))[:30]
+    assert names(kind, "-n", 30, "--unique") == unique
 
 
 @both_models
@@ -387,7 +397,7 @@ def test_the_probabilities_of_all_names_add_to_one(learn, kind):
     learn(kind, "--steps", 40, "--lr", 0.05, *(["--context", 40] if kind == "gpt" else []))
     best = best_of(f"out/{kind}.npz")
     count = 39 if kind == "gpt" else 400
-    logprobs = model.score(best, ["a" * n for n in range(1, count)])
+    logprobs = [model.score(best, "a" * n) for n in range(1, count)]
     empty = 1 - math.exp(beginning(best, "a"))
     rest = math.exp(beginning(best, "a" * count))
     assert np.exp(logprobs).sum() + empty + rest == pytest.approx(1, abs=2e-5)
@@ -402,6 +412,12 @@ def test_scores_as_json(names, kind):
         assert list(scored) == ["word", "logprob", "per_char", "perplexity"]
         assert scored["word"] == word
         assert [f"{scored[key]:.4f}" for key in list(scored)[1:]] == numbers
+
+
+@both_models
+def test_a_score_does_not_depend_on_its_company(names, kind):
+    together = names(kind, "--score", *NAMES[:40], "--json")
+    assert together == [names(kind, "--score", name, "--json")[0] for name in NAMES[:40]]
 
 
 @pytest.mark.parametrize("flags, named", [
@@ -444,15 +460,15 @@ def test_a_perplexity_beyond_all_numbers_is_printed(trained, run):
 
 @both_models
 def test_names_as_json(names, kind):
-    plain = names(kind, "-n", 40, "--temperature", 0.5)
-    lines = names(kind, "-n", 40, "--temperature", 0.5, "--json")
+    plain = names(kind, "-n", 100, "--temperature", 0.5)
+    lines = names(kind, "-n", 100, "--temperature", 0.5, "--json")
     best = best_of(f"out/{kind}.npz")
     seen = set()
     for line, name in zip(lines, plain, strict=True):
         given = json.loads(line)
         assert list(given) == ["name", "logprob", "in_data"]
         assert given["name"] == name and given["in_data"] is (name in NAMES)
-        assert given["logprob"] == pytest.approx(model.score(best, [name])[0], abs=1e-5)
+        assert given["logprob"] == model.score(best, name)
         seen.add(given["in_data"])
     assert seen == {True, False}
 

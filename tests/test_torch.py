@@ -251,7 +251,8 @@ def test_train_step_agrees_with_torch_adamw_over_50_steps(weight_decay):
                   weight_decay=weight_decay)
     p, flat = random_parameters(config, rng(1))
     leaves, moments = tensors(p), np.zeros((2, len(flat)))
-    ours = train.new_run(dict(config=config, latest=dict(p=p), moments=moments), None, None)
+    ours = train.new_run(
+        dict(config=config, step=0, latest=dict(p=p), moments=moments), None, None)
     theirs = torch.optim.AdamW([
         dict(params=[w for w in leaves.values() if w.ndim == 2], weight_decay=weight_decay),
         dict(params=[w for w in leaves.values() if w.ndim == 1], weight_decay=0)])

@@ -202,8 +202,8 @@ def test_reported_losses_are_means_over_the_whole_splits_of_the_best(run, kind):
     best = best_of(f"out/{kind}.npz")
     parts = split_of(words)
     assert len(parts[0]) > 1024 and sum(len(word) + 1 for word in parts[0]) > 8192
-    expected = [-model.score(best, part).sum() / sum(len(word) + 1 for word in part)
-                for part in parts]
+    expected = [-sum(model.score(best, word) for word in part)
+                / sum(len(word) + 1 for word in part) for part in parts]
     assert losses_of(result.out) == pytest.approx(expected, abs=6e-5)
 
 
@@ -362,8 +362,9 @@ def test_a_checkpoint_is_written_at_every_evaluation(learn, kind, monkeypatch):
     seen, real = [], model.save
 
     def save(path, state, *args):
-        real(path, state, *args)
+        written = real(path, state, *args)
         seen.append(model.load(path)["step"])
+        return written
     monkeypatch.setattr(model, "save", save)
     assert learn(kind, "--steps", 7, "--eval-every", 3).status == 0
     assert seen == [3, 6, 7]
@@ -436,7 +437,7 @@ def test_without_links_the_old_run_moves_aside_all_the_same(learn, monkeypatch):
 
 
 def test_two_runs_at_once_into_one_file_lose_nothing(learn, monkeypatch):
-    """Another run saves there after this one's step 4: its file moves aside, not under the next."""
+    """Another run saves there after this one's step 4: this one goes on beside it."""
     step, other = train.train_step, []
 
     def interrupted_by_another(run, shares, number):
@@ -449,9 +450,26 @@ def test_two_runs_at_once_into_one_file_lose_nothing(learn, monkeypatch):
     monkeypatch.setattr(train, "train_step", interrupted_by_another)
     result = learn("mlp", "--steps", 8, "--eval-every", 4)
     assert result.status == 0
-    assert result.err.count("what stood in out/mlp.npz is out/mlp.2.npz now") == 1
-    assert Path("out/mlp.2.npz").read_bytes() == other[0]
-    assert [model.load(f"out/mlp{end}.npz")["step"] for end in (".1", ".2", "")] == [4, 6, 8]
+    assert result.err.count("writes out/mlp.npz: this one is kept in out/mlp.2.npz") == 1
+    assert "kept in out/mlp.2.npz" in result.out
+    assert Path("out/mlp.npz").read_bytes() == other[0]
+    assert [model.load(f"out/mlp{end}.npz")["step"] for end in (".1", ".2", "")] == [4, 8, 6]
+    assert len(os.listdir("out")) == 3
+
+
+def test_a_numbered_name_that_another_run_takes_this_moment_is_left_to_it(learn, monkeypatch):
+    learn("mlp", "--steps", 2)
+    before, real = Path("out/mlp.npz").read_bytes(), os.link
+
+    def link(source, target):
+        if target == "out/mlp.1.npz":
+            Path(target).write_text("another run's")
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    assert learn("mlp", "--steps", 3).status == 0
+    assert Path("out/mlp.1.npz").read_text() == "another run's"
+    assert Path("out/mlp.2.npz").read_bytes() == before
 
 
 def test_nothing_moves_before_the_first_save(learn, monkeypatch):
@@ -643,6 +661,22 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_to_go_on(
     resumed = run(train, *command[2:])
     assert resumed.status == 0 and f"from step 5 of {out}" in resumed.err
     assert model.load(out)["step"] == 9
+
+
+def test_interrupted_at_the_last_losses_it_has_said_that_all_is_kept(learn, run, monkeypatch):
+    real, asked = train.evaluate, []
+
+    def evaluate(*args):
+        asked.append(None)
+        if len(asked) == 3:             # after the sample of train and dev at the last step
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    result = learn("mlp", "--steps", 5, "--eval-every", 0)
+    assert result.status == 130 and result.out.count("\n") == 1
+    assert result.out.endswith("kept in out/mlp.npz\n")
+    assert len(losses_of(run(train, "--resume").out)) == 3
 
 
 def test_signals_are_what_they_were_after_a_run(learn):
