@@ -99,7 +99,7 @@ def print_names(model, args, known):
     terminal = sys.stdout.isatty()
     while printed < args.n and in_vain < 10000:
         # as many each time, so that with -n 20 come the names of -n 10 and then ten more
-        for name in m.generate(model, 250, rng, args.temperature, args.top_k, args.top_p,
+        for name in m.generate(model, 500, rng, args.temperature, args.top_k, args.top_p,
                                args.prefix, args.max_len):
             old = name in known if known is not None else None
             in_vain += 1

@@ -77,7 +77,7 @@ def test_sampling_uses_the_best_and_says_its_step_and_loss(trained, run, kind):
     dev = {step: loss for step, _, loss in state["history"]}
     result = run(sample, f"out/{kind}.npz", "-n", 30)
     assert f"step {state['best_step']}, dev loss {dev[state['best_step']]:.4f}" in result.err
-    expected = model.generate(best_of(f"out/{kind}.npz"), 250, np.random.default_rng(0))[:30]
+    expected = model.generate(best_of(f"out/{kind}.npz"), 500, np.random.default_rng(0))[:30]
     assert result.out.split() == expected
 
 
@@ -310,8 +310,8 @@ def test_attempts_are_bounded(trained, run, monkeypatch):
 
 @both_models
 def test_more_names_of_a_seed_begin_with_the_fewer(names, kind):
-    lines = names(kind, "-n", 600)
-    for n in 0, 1, 20, 250, 251:
+    lines = names(kind, "-n", 1100)
+    for n in 0, 1, 20, 500, 501:
         assert names(kind, "-n", n) == lines[:n]
     unique = list(dict.fromkeys(lines))[:30]
     assert names(kind, "-n", 30, "--unique") == unique
