@@ -767,14 +767,12 @@ def give_number(file, path):
     base, end = os.path.splitext(path)
     for number in itertools.count(1):
         name = f'{base}.{number}{end}'
-        if os.path.lexists(name):
-            continue
         try:
             os.link(file, name)
-        except FileExistsError:         # another run took it this very moment
-            continue
-        except OSError:                 # a file system without links
-            os.rename(file, name)
+        except OSError:
+            if os.path.lexists(name):
+                continue
+            os.rename(file, name)       # a file system without links
         return name
 
 
