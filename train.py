@@ -306,12 +306,11 @@ def train(run):
             if step % 100 == 0:
                 bar.set_postfix_str(f'loss {smooth:.3f}', refresh=False)
             if signals:
+                keep(run, False)
                 break
             if is_due(step + 1):
                 milestone()
         seconds = time.perf_counter() - begun
-        if signals:
-            keep(run, False)
     finally:
         bar.close()
         for number, handler in zip(handled, before):
