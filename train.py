@@ -91,7 +91,7 @@ def split(words):
 
 
 def read_words(config):
-    """The words of the data file that are short enough, all and by part; says what was found."""
+    """The words of the data that fit, all and by part, and the vocabulary; says what was found."""
     path = config['data'] or m.DATA
     lines, config['sha256'] = m.read_lines(path)
     words = [line for line in lines if line]
@@ -102,12 +102,13 @@ def read_words(config):
     if not used:
         raise Refusal(f'{path} has no word of at most {limit} characters: see --max-len, --context'
                       if words else f'{path} has no words: give a text file, one word a line')
+    vocabulary = m.make_vocabulary(used)
     train, dev, test = split(used)
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
     say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used')
     say(f'{distinct} distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
-        f'{len(set().union(*used))} characters')
+        f'{len(vocabulary) - 1} characters')
     say(f'{seen:.0%} of the dev words are in train too')
     if len(used) < len(words):
         say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
@@ -118,7 +119,7 @@ def read_words(config):
         more = f' (and {len(table) - 1} more)' if table[1:] else ''
         say(f'warning: line {table[0]} looks like a row of a table{more}; it is learnt as it is')
     # `sample`: as much of train as dev has, for the evaluations on the way
-    return dict(all=used, train=train, dev=dev, test=test, sample=train[:len(dev)])
+    return dict(all=used, train=train, dev=dev, test=test, sample=train[:len(dev)]), vocabulary
 
 
 # Seeds of independent generators: what they are for, --seed, and then epoch, step or thread.
@@ -392,10 +393,9 @@ def start(typed):
     if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
         raise Refusal('--backward steps is the column as written, with batch norm and tanh: '
                       'leave out --no-batchnorm and --act')
-    parts = read_words(config)
+    parts, vocabulary = read_words(config)
     config['longest'] = max(map(len, parts['all']))
     config['context'] = config['context'] or config['longest'] + 1
-    vocabulary = m.make_vocabulary(parts['all'])
     config['vocabulary'] = len(vocabulary)
     p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     latest = dict(config=config, vocabulary=vocabulary, p=p, statistics={})
@@ -420,8 +420,7 @@ def go_on(typed, out):
     config.update(typed)
     if config['steps'] < state['step']:
         raise Refusal(f"--steps {config['steps']}: {out} is at step {state['step']} already")
-    parts = read_words(config)
-    vocabulary = m.make_vocabulary(parts['all'])
+    parts, vocabulary = read_words(config)
     if vocabulary != state['vocabulary']:
         raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
                       f"{state['vocabulary'][1:]!r}")
