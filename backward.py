@@ -377,8 +377,7 @@ def prove_layer(forward, inputs, given, filled, rng, dtype):
     arrives. With ones that of batch norm would be zero, right or wrong.
     """
     twin = globals()[forward.__name__ + '_backward']
-    reads, twin_reads = (list(inspect.signature(getattr(function, 'py_func', function)).parameters)
-                         for function in (forward, twin))
+    reads, twin_reads = (list(inspect.signature(layer).parameters) for layer in (forward, twin))
     values = {name: rng.standard_normal(shape).astype(dtype) for name, shape in inputs.items()}
     values |= {name: np.zeros(shape, dtype) for name, shape in filled.items()} | given
     d = {name: np.zeros_like(values[name[1:]]) for name in twin_reads if name[1:] in values}
