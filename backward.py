@@ -476,8 +476,7 @@ def show_batch():
     print('\nOne batch of the MLP, 32 x 3 lookups in C:')
     for init in 'naive', 'kaiming':
         rng = np.random.default_rng(1)
-        config = m.configure(dict(init=init, batchnorm=False), m.FLAGS)
-        vocabulary, examples = m.own_examples(config)
+        config, vocabulary, examples = m.own_examples(dict(init=init, batchnorm=False), m.FLAGS)
         X, Y = m.mlp_batch(examples, rng.integers(0, len(examples[1]), 32))
         _, _, d, g = run_model(config, m.make_parameters(config, rng), (X, Y))
         share = abs(d['hpreact']).mean() / abs(d['h']).mean()
@@ -505,8 +504,7 @@ def main(argv=None):
     dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
     tables = list(prove_layers(rng, dtype))
     for kind in [typed.get('model', 'mlp')] if typed else ('mlp', 'gpt'):
-        config = m.configure({**typed, 'model': kind}, SMALL)
-        _, examples = m.own_examples(config)
+        config, _, examples = m.own_examples({**typed, 'model': kind}, SMALL)
         batch = m.BATCH[kind](examples, np.arange(20 if kind == 'mlp' else 3))
         if kind == 'mlp' and config['batchnorm'] and config['act'] == 'tanh':
             column = {**config, 'backward': 'steps'}

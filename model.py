@@ -868,8 +868,9 @@ def load(path, flags=FLAGS):
         raise Refusal(f'{path} is not a checkpoint in good order: {type(error).__name__}: {error}')
 
 
-def own_examples(config):
-    """Complete a configuration for data/names.txt; returns its vocabulary and its examples."""
+def own_examples(typed, flags):
+    """The configuration for data/names.txt where this was typed, the vocabulary, the examples."""
+    config = configure(typed, flags)
     words = sorted(line for line in read_lines(DATA)[0] if line)
     vocabulary = make_vocabulary(words)
     config['vocabulary'] = len(vocabulary)
@@ -878,7 +879,7 @@ def own_examples(config):
         words = [word for word in words if len(word) < config['context']]
     if not words:
         raise Refusal(f"--context {config['context']}: no name of data/names.txt fits, nor its end")
-    return vocabulary, EXAMPLES[config['model']](words, vocabulary, config['context'])
+    return config, vocabulary, EXAMPLES[config['model']](words, vocabulary, config['context'])
 
 
 # ---- What every command does
@@ -919,9 +920,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         'model.py', description='Show the shapes of a model, and what naive first values do.')
     add_flags(parser, 'the model', {name: row for name, row in FLAGS.items() if name != 'init'})
-    config = configure(vars(parser.parse_args(argv)), FLAGS)
+    config, vocabulary, examples = own_examples(vars(parser.parse_args(argv)), FLAGS)
     kind = config['model']
-    vocabulary, examples = own_examples(config)
     chosen = np.sort(np.random.default_rng(1).integers(0, len(examples[1]), 32))
     batch = BATCH[kind](examples, chosen)
 

@@ -61,8 +61,8 @@ def test_only_the_proof_sees_that_a_contribution_to_the_tied_table_is_missing(
     loss = learn(flags)
     print(f'dev loss {right:.3f}, with {wrong.__name__} {loss:.3f}')
     assert abs(loss - right) < 0.05
-    config = model.configure(dict(model='gpt', embd=8, layers=1, heads=2), model.FLAGS)
-    _, examples = model.own_examples(config)
+    typed = dict(model='gpt', embd=8, layers=1, heads=2)
+    config, _, examples = model.own_examples(typed, model.FLAGS)
     batch = model.gpt_batch(examples, np.arange(3))
     rows = backward.prove_model(config, batch, np.random.default_rng(1), np.dtype('float64'))
     assert [row[0] for row in rows if max(row[2:]) > 1e-7] == ['C']

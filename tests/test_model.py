@@ -582,7 +582,7 @@ def test_first_characters_are_as_frequent_as_the_model_says_but_no_name_is_empty
 @pytest.mark.parametrize('module', [m, backward])
 def test_a_short_context_shows_and_proves_names_that_fit(run, module):
     """A longer name would be looked up behind the end of the table of positions."""
-    _, (_, _, lengths) = m.own_examples(m.configure(dict(model='gpt', context=3), m.FLAGS))
+    _, _, (_, _, lengths) = m.own_examples(dict(model='gpt', context=3), m.FLAGS)
     assert len(lengths) >= 32 and lengths.max() == 3
     assert run(module, '--model', 'gpt', '--context', '3').status == 0
 
