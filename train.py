@@ -325,9 +325,8 @@ def plot(state, words, path):
 
     figure = Figure(figsize=(12, 5.5), layout='constrained')
     left, right = figure.subplots(1, 2)
-    steps, train_losses, dev_losses = np.array(state['history']).T
-    left.plot(steps, train_losses, '.-', label='train')
-    left.plot(steps, dev_losses, '.-', label='dev')
+    history = np.array(state['history'])
+    left.plot(history[:, 0], history[:, 1:], '.-', label=['train', 'dev'])
     left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
     left.legend()
     C = state['best']['p']['C']                                                 # (V, E)
