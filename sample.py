@@ -84,12 +84,11 @@ def print_scores(model, words, as_json):
         logprob = m.score(model, word)
         per_char = logprob / (len(word) + 1)               # its end is a character too
         perplexity = math.exp(-per_char) if per_char > -700 else None      # too large for a float
-        numbers = dict(logprob=logprob, per_char=per_char, perplexity=perplexity)
         if as_json:
-            print(json.dumps(dict(word=word, **numbers), ensure_ascii=False))
+            print(json.dumps(dict(word=word, logprob=logprob, per_char=per_char,
+                                  perplexity=perplexity), ensure_ascii=False))
         else:
-            numbers['perplexity'] = perplexity or math.inf
-            print(word, *(f'{number:.4f}' for number in numbers.values()), sep='\t')
+            print(f'{word}\t{logprob:.4f}\t{per_char:.4f}\t{perplexity or math.inf:.4f}')
 
 
 def print_names(model, args, known):
