@@ -785,9 +785,8 @@ def save(path, state, own=None):
     """
     config = json.dumps(state['config'], sort_keys=True, ensure_ascii=False)
     stored = dict(
-        format=np.int64(FORMAT), config=np.str_(text(config)),
-        vocabulary=np.array([ord(character) for character in state['vocabulary']], np.int64),
-        step=np.int64(state['step']), best_step=np.int64(state['best_step']),
+        format=FORMAT, config=text(config), vocabulary=list(map(ord, state['vocabulary'])),
+        step=state['step'], best_step=state['best_step'],
         history=np.array(state['history'], np.float64).reshape(-1, 3), moments=state['moments'])
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
