@@ -698,7 +698,7 @@ def one_of(*values):
 # it is not typed (None: it means nothing there), and its meaning.
 
 FLAGS = dict(
-    model=(one_of('mlp', 'gpt'), '{mlp,gpt}', None, None, 'which one (mlp)'),
+    model=(one_of('mlp', 'gpt'), '{mlp,gpt}', 'mlp', 'gpt', 'which one (mlp)'),
     context=(number(int, 0, 2**16), 'N', 3, 0, 'characters it looks at; 0: longest word + 1'),
     embd=(number(int, 1, 2**16), 'N', 10, 64, 'width of the embedding'),
     hidden=(number(int, 1, 2**16), 'N', 64, None, 'hidden units'),
@@ -727,7 +727,7 @@ def add_flags(parser, title, flags):
     for name, (read, metavar, mlp, gpt, meaning) in flags.items():
         how = dict(type=read, metavar=metavar) if metavar else dict(action='store_false')
         known = [f'{kind} {own}' for kind, own in (('mlp', mlp), ('gpt', gpt)) if own is not None]
-        if metavar and (mlp or gpt):
+        if metavar and (mlp or gpt) and name != 'model':
             meaning += f" ({mlp if mlp == gpt else '; '.join(known)})"
         group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **how, help=meaning)
 
@@ -737,11 +737,10 @@ def configure(typed, flags):
 
     Refuses a flag that means nothing to the model, and heads that do not divide the embedding.
     """
-    model = typed.get('model', 'mlp')
-    known = defaults(flags)[model]
-    for name in typed.keys() - known.keys() - {'model'}:
-        raise Refusal(f'{flag(name)} means nothing to --model {model}: leave it out')
-    config = {'model': model, **known, **typed}
+    known = defaults(flags)[typed.get('model', 'mlp')]
+    for name in typed.keys() - known.keys():
+        raise Refusal(f"{flag(name)} means nothing to --model {known['model']}: leave it out")
+    config = {**known, **typed}
     if config['embd'] % config.get('heads', 1):
         raise Refusal(f"--heads {config['heads']} does not divide --embd {config['embd']}: "
                       'each head takes an equal share of the embedding')
@@ -834,7 +833,7 @@ def checked(stored, flags):
     raw = str(stored['config']).encode('utf-8', 'surrogateescape')       # undoes text()
     typed = json.loads(os.fsdecode(raw))
     config = configure({name: flags[name][0](str(typed[name]))
-                        for name in ('model', *defaults(flags)[typed['model']])}, flags)
+                        for name in defaults(flags)[typed['model']]}, flags)
     config |= {name: read(str(typed[name])) for name, read in STORED.items()}
     vocabulary = ''.join(map(chr, take('vocabulary', config['vocabulary'], dtype=np.int64)))
     expect(vocabulary == make_vocabulary([vocabulary[1:].encode().decode()]),
