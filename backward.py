@@ -489,7 +489,7 @@ def show_batch():
 
 small = dict(embd=(3, 8), hidden=(5, None), layers=(None, 2), heads=(None, 2))
 SMALL = {name: (read, metavar, *small.get(name, own), meaning)
-         for name, (read, metavar, *own, meaning) in m.FLAGS.items()}
+         for name, (read, metavar, *own, meaning) in m.FLAGS.items() if name != 'init'}
 
 
 @m.command

@@ -642,7 +642,7 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     longest, memory = max_len or len(prefix) + config['longest'], None
     if config['model'] == 'gpt':
         longest = min(longest, T - 1)                      # there is no T-th position to go on from
-        memory = np.empty((config['layers'], n*T, 3*config['embd']), model['p']['C'].dtype)
+        memory = np.empty((config['layers'], n*longest, 3*config['embd']), model['p']['C'].dtype)
     ids = np.zeros((n, T + longest), np.int64)
     alive = np.arange(n)
     for t in range(longest):
@@ -650,7 +650,7 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
         if config['model'] == 'mlp':
             batch = ids[alive, t:t + T], Y
         else:
-            at, seen = np.arange(len(Y)), alive[:, None]*T + np.arange(t + 1)    # T places a name
+            at, seen = np.arange(len(Y)), alive[:, None]*longest + np.arange(t + 1)
             batch = ids[alive, T + t - 1:T + t], Y, np.full_like(Y, t), seen.ravel(), at
         logits = predict(model, batch, memory)[1]['logits']                     # (n, V)
         if t == 0:
@@ -761,11 +761,11 @@ def which(path):
         return os.stat(path).st_ino, os.stat(path).st_mtime_ns
 
 
-def give_number(file, path):
-    """Let a file stand under the first free of the names path.1, path.2, ...; returns the name."""
+def take_name(file, path):
+    """Let a file stand under the first free name of path, path.1, path.2, ...; returns the name."""
     base, end = os.path.splitext(path)
-    for number in itertools.count(1):
-        name = f'{base}.{number}{end}'
+    for number in itertools.count():
+        name = f'{base}.{number}{end}' if number else path
         try:
             os.link(file, name)
         except OSError:
@@ -778,9 +778,9 @@ def give_number(file, path):
 def save(path, state, own=None):
     """Write a training state; at every moment path holds the whole old file or the whole new one.
 
-    `own` is which() of what this run wrote there before. Of another run the new file takes a name
-    beside it, and a first one moves what stands there. Returns the new file's name, its which(),
-    and the name of what was moved, or None.
+    `own` is which() of the file that this run wrote before. A first one moves aside what stands
+    there; a later one that finds another in its place takes a name beside it. Returns the new
+    file's name, its which(), and the name of what was moved, or None.
     """
     config = json.dumps(state['config'], sort_keys=True, ensure_ascii=False)
     stored = dict(
@@ -790,21 +790,24 @@ def save(path, state, own=None):
     for kind in ('best', 'latest'):
         for name, array in {**state[kind]['p'], **state[kind]['statistics']}.items():
             stored[f'{kind}.{name}'] = array
-    partial = f'{path}.{os.getpid()}.tmp'                  # no other run's
+    partial = f'{path}.{os.urandom(4).hex()}.tmp'          # no other run's
     try:
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)       # it may be gone meanwhile
         with open(partial, 'wb') as file:
             np.savez(file, **stored)
             file.flush()
             os.fsync(file.fileno())
         new, there, moved = which(partial), which(path), None
-        if there and own and there != own:
-            path = give_number(partial, path)
-        else:
-            moved = give_number(path, path) if there and not own else None
+        if there and not own:
+            moved = take_name(path, path)
+        if there and (moved or there == own):
             os.replace(partial, path)
+        else:
+            path = take_name(partial, path)
         return path, new, moved
     except OSError as error:
-        raise Refusal(f'cannot write {path}: {reason(error)}; what stood there still does')
+        old = 'what stood there still does' if os.path.lexists(path) else 'nothing is kept'
+        raise Refusal(f'cannot write {path}: {reason(error)}; {old}')
     finally:
         with contextlib.suppress(OSError):
             os.remove(partial)

@@ -67,6 +67,8 @@ def check_text(model, what, word):
 
 def read_data(path, expected):
     """The words of the data file as a set, or None if it is not there or not the same any more."""
+    if not os.path.isfile(path):        # to read a pipe would be to wait
+        return None
     try:
         lines, sha256 = m.read_lines(path)
     except Refusal:
@@ -96,9 +98,10 @@ def print_names(model, args, known):
     rng = np.random.default_rng(args.seed)
     printed, seen, in_data, in_vain = 0, set(), 0, 0
     terminal = sys.stdout.isatty()
+    # as many each time, whatever n, so that -n 20 are those of -n 10 and then ten more
+    size = max(1, min(500, 8000 // model['config']['longest']))
     while printed < args.n and in_vain < 10000:
-        # as many each time, so that with -n 20 come the names of -n 10 and then ten more
-        for name in m.generate(model, 500, rng, args.temperature, args.top_k, args.top_p,
+        for name in m.generate(model, size, rng, args.temperature, args.top_k, args.top_p,
                                args.prefix, args.max_len):
             old = name in known if known is not None else None
             in_vain += 1
@@ -113,7 +116,7 @@ def print_names(model, args, known):
             else:
                 print(f'{name}  (in the data)' if old and terminal else name)
     if printed < args.n:
-        print(f'only {printed} such names: the last {in_vain} tried were none', file=sys.stderr)
+        print(f'found {printed} of {args.n}, and nothing more in {in_vain} tries', file=sys.stderr)
     if terminal and known is not None:
         print(f'{in_data} of {printed} names stand in the data', file=sys.stderr)
 
@@ -122,7 +125,7 @@ def print_names(model, args, known):
 def main(argv=None):
     """Print names, or scores, of the best parameters in a checkpoint."""
     args = read_command_line(argv)
-    path = args.checkpoint or newest()
+    path = newest() if args.checkpoint is None else args.checkpoint
     state = m.load(path)
     config, model = state['config'], state['best']
     data = config['data'] or m.DATA

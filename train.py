@@ -103,11 +103,12 @@ def read_words(config):
         raise Refusal(f'{path} has no word of at most {limit} characters: see --max-len, --context'
                       if words else f'{path} has no words: give a text file, one word a line')
     vocabulary = m.make_vocabulary(used)
+    config['longest'] = max(map(len, used))
     train, dev, test = split(used)
     distinct, known = len(set(used)), set(train)
     seen = sum(word in known for word in dev) / len(dev)
     say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used')
-    say(f'{distinct} distinct, {len(used) - distinct} duplicates, longest {max(map(len, used))}, '
+    say(f'{distinct} distinct, {len(used) - distinct} duplicates, longest {config["longest"]}, '
         f'{len(vocabulary) - 1} characters')
     say(f'{seen:.0%} of the dev words are in train too')
     if len(used) < len(words):
@@ -265,7 +266,7 @@ def keep(run, evaluating):
     if moved:
         say(f'what stood in {out} is {moved} now')
     if run['out'] != out:
-        say(f"another run writes {out}: this one is kept in {run['out']} from here on")
+        say(f"another file stands in {out} now: this run is kept in {run['out']} from here on")
 
 
 def train(run):
@@ -393,7 +394,6 @@ def start(typed):
         raise Refusal('--backward steps is the column as written, with batch norm and tanh: '
                       'leave out --no-batchnorm and --act')
     parts, vocabulary = read_words(config)
-    config['longest'] = max(map(len, parts['all']))
     config['context'] = config['context'] or config['longest'] + 1
     config['vocabulary'] = len(vocabulary)
     p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
@@ -424,7 +424,8 @@ def go_on(typed, out):
         raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
                       f"{state['vocabulary'][1:]!r}")
     if config['sha256'] != sha256:
-        say('the data is not what this run began with, but its characters are')
+        say('the data is not what this run began with: the best and the losses begin anew')
+        state.update(best_step=-1, history=[])
     say(f"going on from step {state['step']} of {out}")
     return state, parts
 
@@ -435,7 +436,7 @@ def check_place(flag, path):
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError(22, 'it is not a file')
-        with open(f'{path}.{os.getpid()}.tmp', 'wb') as file:
+        with open(f'{path}.{os.urandom(4).hex()}.tmp', 'wb') as file:
             pass
         os.remove(file.name)
     except (OSError, ValueError) as error:
@@ -464,6 +465,7 @@ def check_gradients(config, examples):
 @m.command
 def main(argv=None):
     """Train, or go on training, and report."""
+    tqdm.get_lock()                     # else made in say(), where an interruption is an error
     typed = read_command_line(argv)
     resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
     if '' in (typed.get('data'), typed['out'], picture):
@@ -501,13 +503,13 @@ def main(argv=None):
                                          if run['file'] else 'nothing was written'))
             return 1
         if signals:
-            command = ['python', sys.argv[0], '--resume', '--out', run['out']]
-            command += ['--plot', picture] if picture else []
+            command = ['python', sys.argv[0], '--resume', f"--out={run['out']}"]
+            command += [f'--plot={picture}'] if picture else []
             say(f"stopped: step {state['step']}, saved; to go on: {shlex.join(command)}")
             return 128 + signals[0]
         best = state['best']
         print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
-              f"best at step {state['best_step']}, kept in {run['out']}")
+              f"best at step {state['best_step']}, kept in {run['out']}", flush=True)
         losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
     print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
     print(*sample(best, state['step'], 10), sep='\n')

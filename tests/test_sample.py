@@ -293,10 +293,10 @@ def test_fewer_unique_names_than_wanted_is_a_sentence_and_no_error(trained, run,
     result = run(sample, f"out/{kind}.npz", "--unique", "-n", 9, "--temperature", 0)
     assert result.status == 0 and result.out.count("\n") == 1
     first, last = result.err.splitlines()
-    assert "only 1 " in last
+    assert last == "found 1 of 9, and nothing more in 10499 tries"
     result = run(sample, f"out/{kind}.npz", "--unique", "-n", 100, "--max-len", 1)
     assert sorted(result.out.split()) == ALPHABET
-    assert f"only {len(ALPHABET)} " in result.err.splitlines()[-1]
+    assert f"found {len(ALPHABET)} of 100, " in result.err.splitlines()[-1]
 
 
 def test_attempts_are_bounded(trained, run, monkeypatch):
@@ -333,7 +333,7 @@ def test_nothing_new_to_find_is_a_sentence_and_no_error(learn, run):
     learn("mlp", "--steps", 5)
     result = run(sample, "--new", "-n", 3, "--max-len", 1)
     assert (result.status, result.out) == (0, "")
-    assert "only 0 " in result.err.splitlines()[-1]
+    assert "found 0 of 3, " in result.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("change", ["gone", "other words", "one byte more", "not readable as text"])
@@ -350,6 +350,28 @@ def test_without_the_data_file_new_is_refused_and_the_rest_works(trained, run, r
     assert run(sample, "out/mlp.npz").out == expected
     lines = run(sample, "out/mlp.npz", "--json").out.splitlines()
     assert [json.loads(line)["in_data"] for line in lines] == [None] * 20
+
+
+def test_data_that_was_a_pipe_is_not_waited_for(trained, run, refused):
+    expected = run(sample, "out/mlp.npz").out
+    os.remove("w.txt")
+    os.mkfifo("w.txt")
+    assert run(sample, "out/mlp.npz").out == expected
+    assert "--new" in refused(sample, "out/mlp.npz", "--new")
+
+
+@both_models
+def test_a_long_context_or_long_words_ask_for_no_more_memory_than_the_names_do(
+        learn, run, monkeypatch, kind):
+    write_words(["ab", "b" * 80] * 5)
+    learn(kind, "--steps", 2, "--context", 3000)
+    asked, sizes, real, empty = [], [], model.generate, np.empty
+    monkeypatch.setattr(model, "generate", lambda best, n, *rest: asked.append(n) or
+                        real(best, n, *rest))
+    monkeypatch.setattr(np, "empty", lambda shape, *rest: sizes.append(np.prod(shape)) or
+                        empty(shape, *rest))
+    assert run(sample, "-n", 2).out.count("\n") == 2
+    assert asked == [100] and (kind == "mlp" or max(sizes) <= 2 * 100 * 80 * 3 * 8)
 
 
 # ---- Scores

@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import json
 import math
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -450,7 +453,8 @@ def test_two_runs_at_once_into_one_file_lose_nothing(learn, monkeypatch):
     monkeypatch.setattr(train, "train_step", interrupted_by_another)
     result = learn("mlp", "--steps", 8, "--eval-every", 4)
     assert result.status == 0
-    assert result.err.count("writes out/mlp.npz: this one is kept in out/mlp.2.npz") == 1
+    assert result.err.count("another file stands in out/mlp.npz now: this run is kept in "
+                            "out/mlp.2.npz from here on") == 1
     assert "kept in out/mlp.2.npz" in result.out
     assert Path("out/mlp.npz").read_bytes() == other[0]
     assert [model.load(f"out/mlp{end}.npz")["step"] for end in (".1", ".2", "")] == [4, 8, 6]
@@ -472,6 +476,40 @@ def test_a_numbered_name_that_another_run_takes_this_moment_is_left_to_it(learn,
     assert Path("out/mlp.2.npz").read_bytes() == before
 
 
+def test_first_saves_at_the_same_moment_lose_no_state(trained):
+    """Of one process: as in two containers, its number does not tell them apart."""
+    state = model.load("out/mlp.npz")
+
+    def save(path, step, barrier):
+        barrier.wait()
+        return model.save(path, {**state, "step": step})
+
+    with ThreadPoolExecutor(2) as pool:
+        for trial in range(40):
+            barrier = threading.Barrier(2)
+            saved = [pool.submit(save, f"{trial}/x.npz", 1000 + i, barrier) for i in range(2)]
+            for future in saved:
+                future.result()
+            folder = Path(str(trial))
+            steps = {path.name: model.load(str(path))["step"] for path in folder.iterdir()}
+            assert sorted(steps) == ["x.1.npz", "x.npz"]
+            assert sorted(steps.values()) == [1000, 1001]
+
+
+@pytest.mark.parametrize("gone", [shutil.rmtree, lambda folder: os.rename(folder, "elsewhere")])
+def test_a_folder_that_is_gone_meanwhile_is_made_again(learn, monkeypatch, gone):
+    step = train.train_step
+
+    def train_step(run, shares, number):
+        if number == 5:
+            gone("out")
+        return step(run, shares, number)
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    assert learn("mlp", "--steps", 8, "--eval-every", 4).status == 0
+    assert model.load("out/mlp.npz")["step"] == 8 and os.listdir("out") == ["mlp.npz"]
+
+
 def test_nothing_moves_before_the_first_save(learn, monkeypatch):
     learn("mlp", "--steps", 2)
     before = Path("out/mlp.npz").read_bytes()
@@ -480,24 +518,27 @@ def test_nothing_moves_before_the_first_save(learn, monkeypatch):
     assert os.listdir("out") == ["mlp.npz"] and Path("out/mlp.npz").read_bytes() == before
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
-    """No file can grow beyond 4,096 bytes while it is in force."""
+    """No file can grow beyond 4,096 bytes: not pytest's own output either, so only for a run."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @both_models
 @pytest.mark.parametrize("again", [["--resume", "--steps", 8], ["--steps", 4, "--seed", 2]])
-def test_a_full_disk_is_said_and_the_last_good_file_stays(learn, run, full_disk, kind, again):
+def test_a_full_disk_is_said_and_the_last_good_file_stays(learn, run, kind, again):
     learn(kind, "--steps", 4, "--eval-every", 2)
     out = Path(f"out/{kind}.npz")
     before = out.read_bytes()
     assert len(before) > 4096
-    full_disk()
-    result = run(train, *again, "--out", out, "--data", "w.txt", "--model", kind,
-                 *([] if "--resume" in again else SIZES[kind]))
+    with full_disk():
+        result = run(train, *again, "--out", out, "--data", "w.txt", "--model", kind,
+                     *([] if "--resume" in again else SIZES[kind]))
     assert result.status in (1, 2)
     assert f"cannot write {out}: " in result.err.splitlines()[-1]
     assert out.read_bytes() == before
@@ -649,8 +690,8 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_to_go_on(
                             calls.append(args) or real(*args))
     monkeypatch.setattr(sys, "argv", ["train.py"])
     signal_after(5, number)             # of the run that goes on, only 4 are left
-    out = "my runs/it's.npz"
-    result = learn(kind, "--steps", 9, "--eval-every", 4, "--out", out)
+    out = "-my runs/it's.npz"
+    result = learn(kind, "--steps", 9, "--eval-every", 4, f"--out={out}")
     assert (result.status, result.out) == (status, "")
     assert model.load(out)["step"] == 5
     assert len(evaluated) == 2 and len(generated) == 1                  # those of step 4
@@ -822,12 +863,22 @@ def test_data_with_another_vocabulary_is_refused_with_both_named(learn, refused,
     assert "".join(sorted(set("".join(NAMES)))) in text
 
 
-def test_other_words_of_the_same_characters_are_said(learn, run):
-    learn("mlp", "--steps", 4)
-    write_words(NAMES[::-1], "other.txt")
-    result = run(train, "--resume", "--steps", 6, "--data", "other.txt")
+@both_models
+def test_with_other_words_of_the_same_characters_the_best_begins_anew(learn, run, kind):
+    """What was learnt of easy words is no measure for harder ones, nor is their length."""
+    write_words(["ab"] * 20)
+    result = learn(kind, "--steps", 60, "--lr", 0.05, "--context", 8)
+    assert losses_of(result.out)[1] < 0.5
+    write_words(["abba", "baab", "aabbab", "b"] * 10, "other.txt")
+    result = run(train, "--resume", "--model", kind, "--steps", 90, "--eval-every", 30,
+                 "--data", "other.txt")
     assert result.status == 0 and "not what this run began with" in result.err
-    assert model.load("out/mlp.npz")["config"]["data"] == "other.txt"
+    state = model.load(f"out/{kind}.npz", train.ALL_FLAGS)
+    assert [step for step, *_ in state["history"]] == [60, 90]
+    dev = {step: loss for step, _, loss in state["history"]}
+    assert dev[60] > 1 and state["best_step"] == 90
+    assert state["config"]["data"] == "other.txt" and state["config"]["longest"] == 6
+    assert losses_of(result.out)[1] == pytest.approx(dev[90], abs=6e-5)
 
 
 def test_resuming_what_does_not_exist_is_refused(refused):
