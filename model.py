@@ -18,7 +18,8 @@ import warnings
 import zipfile
 from math import exp, log, prod, sqrt
 
-os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')         # one core for a product: train.py gives
+for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
+    os.environ.setdefault(library, '1')                    # one core for a product: train.py gives
                                                            # each a share of the GPT's batch instead
 
 import numba
@@ -147,7 +148,7 @@ def find_rows(line, begins, lengths, own, X, t, path, Y, at):
     """Fill the arrays that gpt_batch returns, N of X and t, and P of path; returns N and P.
 
     A word shares the rows of the word before it as long as their characters are the same; own[k] is
-    the row of its beginning that ends at position k.
+    the row of the current word's beginning that ends at position k.
     """
     N, P, B = 0, 0, 0
     for i in range(len(begins)):
@@ -226,7 +227,7 @@ def mlp_steps(p, X, Y):
 
 # ---- Layers
 #
-# A layer reads its first arguments and fills its last ones (residual its first), which exist
+# A layer reads its first arguments and fills its last ones (residual its first two), which exist
 # already: the large arrays of a step are made once. Matrix products, and what NumPy does in one
 # pass over memory, are left to it. Most of the rest is kernels, in float32 to train and float64 to
 # prove; x.dtype.type(0) is a zero of x's own kind.
@@ -394,8 +395,8 @@ def attention(qkv, t, path, weights, ctx):
     """ctx (N,E): what each row gathers from the rows on its path. Source: A.5.
 
     A row of qkv (M,3E) has a query, a key and a value for each head. The query times each key, over
-    the root of their length lest long ones score higher, is a score; the softmax of the scores is
-    weights (A,P), and ctx the mean of the values so weighted.
+    the root of their size E/A (or scores would grow with it), is a score; the softmax of the scores
+    is weights (A,P), and ctx the mean of the values so weighted.
     path (P,) lists, for each row, the t[i] rows before it in its name and itself: it looks at no
     others, and so at nothing that comes later.
     """
@@ -571,10 +572,13 @@ def make_parameters(config, rng, dtype=np.float32):
     Matrices W have standard deviation 1 / sqrt(inputs), so that a layer does the same at any width,
     times a factor that was tried out. W2 is small, so that at first all characters are about as
     likely and the loss is ln(V); Wo and Wdown, so that the residual stream, the rows x that every
-    branch adds to, starts as the embedding (and the tied head predicts each character's own).
+    branch adds to, starts as the embedding. The tied head then predicts the character just read, by
+    a logit that would grow with the width: C and P, and with them the branches, are small there.
     """
     p = arrays(PARAMETERS[config['model']](config), dtype)
-    factors = dict(C=0.1, P=0.1, W1=0.5, W2=0.2, Wqkv=1, Wo=0.03, Wup=1, Wdown=0.03)
+    table = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
+    factors = dict(C=table, P=table, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*table, Wup=1,
+                   Wdown=0.3*table)
     for name, w in p.items():
         std = factors.get(name, 0)                         # biases start at zero
         if name[0] == 'W':
@@ -893,7 +897,8 @@ def command(main):
         for stream in sys.stdout, sys.stderr:
             if stream.isatty():
                 stream.reconfigure(errors='backslashreplace')
-            else:                       # as in names of files, bytes that are no UTF-8 stay
+            elif hasattr(stream, 'reconfigure'):           # a notebook's has not
+                # as in names of files, bytes that are no UTF-8 stay
                 stream.reconfigure(encoding='utf-8', errors='surrogateescape')
         warnings.simplefilter('ignore')     # infinity and NaN are looked for where they matter
         try:

@@ -13,7 +13,9 @@ import random
 import re
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,7 +78,7 @@ def learning_rate(config, step):
 def say(line):
     """A line for whoever is at the terminal; that nobody is must not stop a run."""
     with contextlib.suppress(OSError):
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(str(line), file=sys.stderr)
 
 
 def split(words):
@@ -261,7 +263,14 @@ def keep(run, evaluating):
     if state['best_step'] in (-1, state['step']):          # -1: nothing was evaluated yet
         state['best'] = {**latest, 'p': {name: w.copy() for name, w in latest['p'].items()}}
     out = run['out']
-    run['out'], run['file'], moved = m.save(out, state, run['file'])
+    try:
+        run['out'], run['file'], moved = m.save(out, state, run['file'])
+    except Refusal as error:            # a full disk, for one
+        say(error)
+        if evaluating and state['step'] < config['steps']:
+            return                      # there will be another time
+        out = os.path.join(tempfile.gettempdir(), os.path.basename(out))
+        run['out'], run['file'], moved = m.save(out, state)
     run['kept'] = state['step']
     if moved:
         say(f'what stood in {out} is {moved} now')
@@ -361,11 +370,11 @@ TRAINING = dict(
     lr=(number(float, 0), 'F', 0.002, 0.003, 'highest learning rate'),
     optimizer=(one_of(*OPTIMIZERS), 'NAME', 'adam', 'adam', ', '.join(OPTIMIZERS)),
     weight_decay=(number(float, 0), 'F', 0., 0.1, 'decoupled, of matrices, as in AdamW'),
-    dropout=(number(float, 0, 0.99), 'F', None, 0., 'share of each branch that is dropped'),
+    dropout=(number(float, 0, 0.99), 'F', None, 0., 'share of each branch that is dropped (gpt 0)'),
     seed=(number(int, 0), 'N', 1, 1, 'for first values, order and dropout'),
-    eval_every=(number(int, 0), 'N', 0, 0, 'evaluate every N steps, 0: only at the end (a tenth)'),
+    eval_every=(number(int, 0), 'N', 0, 0, 'evaluate every N steps, 0: only at the end (steps/10)'),
     backward=(one_of('fused', 'steps'), 'WAY', 'fused', None, 'steps: one operation a line'),
-    threads=(number(int, 1, 64), 'N', None, min(2, os.cpu_count() or 1), 'shares of a batch'))
+    threads=(number(int, 1, 64), 'N', None, min(2, os.cpu_count() or 1), 'threads for a batch'))
 ALL_FLAGS = {**m.FLAGS, **TRAINING}
 
 
@@ -424,7 +433,8 @@ def go_on(typed, out):
         raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
                       f"{state['vocabulary'][1:]!r}")
     if config['sha256'] != sha256:
-        say('the data is not what this run began with: the best and the losses begin anew')
+        say('the data is not what this run began with: the best and the losses begin anew, '
+            'and dev and test words may have been trained on')
         state.update(best_step=-1, history=[])
     say(f"going on from step {state['step']} of {out}")
     return state, parts
@@ -449,7 +459,7 @@ def say_compiling(kernels):
     if not folder:
         say('compiling the kernels, a few seconds each time: no folder can keep them '
             '(NUMBA_CACHE_DIR names another)')
-    elif not all(glob.glob(os.path.join(folder, f'*.{kernel.__name__}-*.nbi'))
+    elif not all(glob.glob(os.path.join(glob.escape(folder), f'*.{kernel.__name__}-*.nbi'))
                  for kernel in kernels):
         say('compiling the kernels, this once: a few seconds')
 
@@ -498,14 +508,15 @@ def main(argv=None):
         try:
             speed, signals = train(run)
         except FloatingPointError:
-            say(f"the loss is not finite at step {state['step'] + 1}: try a lower --lr than "
+            say(f"the loss is not finite after step {state['step']}: try a lower --lr than "
                 f"{config['lr']:g}; " + (f"{run['out']} keeps step {run['kept']}"
                                          if run['file'] else 'nothing was written'))
             return 1
         if signals:
             command = ['python', sys.argv[0], '--resume', f"--out={run['out']}"]
             command += [f'--plot={picture}'] if picture else []
-            say(f"stopped: step {state['step']}, saved; to go on: {shlex.join(command)}")
+            line = subprocess.list2cmdline(command) if os.name == 'nt' else shlex.join(command)
+            say(f"stopped: step {state['step']}, saved; to go on: {line}")
             return 128 + signals[0]
         best = state['best']
         print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "

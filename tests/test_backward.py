@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -510,6 +511,23 @@ def test_trap_upstream_gradient_of_ones_hides_a_wrong_normalizer():
     assert np.abs(right(ones)).max() <= 1e-14
     assert np.abs(wrong(ones)).max() <= 1e-14
     assert error(wrong(dy), right(dy)) > 0.05
+
+
+@pytest.mark.slow
+def test_the_proof_is_of_all_layers_the_column_and_models_with_and_without(capsys):
+    assert backward.main([]) == 0
+    report = capsys.readouterr().out
+    names = re.findall(r'(?m)^(\S.*?)  +d\w+ +\(', report)
+    assert names[-5:] == ['mlp_steps', 'mlp, no norm', 'mlp', 'gpt, dropout', 'gpt']
+    assert len(names) == 16 + 5 and report.endswith(
+        '57 of 57 gradients are right to 1e-07 in float64\n')
+
+
+def test_what_no_direction_can_prove_is_refused():
+    turned = itertools.count()
+    with pytest.raises(m.Refusal, match='dw: every direction crosses the corner'):
+        backward.prove(lambda: 1., dict(w=(np.ones(3), np.ones(3))), rng(1),
+                       corners=lambda: next(turned))
 
 
 @pytest.mark.parametrize('worst, along, wrong', [

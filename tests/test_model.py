@@ -169,8 +169,16 @@ def first_values(config):
     return m.make_parameters(config, rng(1), np.float64)
 
 
+@pytest.mark.parametrize('embd', [16, 64, 256, 1024])
+def test_the_first_loss_of_the_gpt_does_not_grow_with_its_width(embd):
+    config, vocabulary, examples = m.own_examples(dict(model='gpt', embd=embd, layers=1), m.FLAGS)
+    p = m.make_parameters(config, rng(1))
+    loss, _ = m.predict(dict(config=config, p=p), m.gpt_batch(examples, np.arange(0, 29000, 999)))
+    assert np.log(27) < loss < 5
+
+
 @pytest.mark.parametrize('kind, choices', [
-    ('mlp', dict(embd=10, hidden=64)), ('gpt', dict(embd=32, layers=2, context=16))])
+    ('mlp', dict(embd=10, hidden=64)), ('gpt', dict(embd=16, layers=2, context=16))])
 def test_first_values_spread_as_one_over_the_root_of_the_inputs(kind, choices):
     """Kaiming's rule: with four times the width, half the spread. Biases are 0 and gains 1."""
     wider = {name: 4 * choices[name] for name in ('embd', 'hidden') if name in choices}

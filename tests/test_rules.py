@@ -615,7 +615,7 @@ def test_a_long_line_is_caught():
 
 def test_the_four_files_do_not_grow():
     """The aim is 1,700 lines: whoever raises the number says in the commit what it bought."""
-    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2143
+    assert sum(len(source.splitlines()) for source in SOURCES.values()) <= 2165
 
 
 def test_the_top_level_holds_only_what_is_allowed():

@@ -1,4 +1,5 @@
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import backward
 import model
 import sample
 import train
@@ -155,9 +158,9 @@ def test_names_of_a_batch_share_the_rows_of_their_beginnings(run, monkeypatch, t
 
 def test_the_column_and_the_layers_train_alike(run, steps_taken):
     write_words((ROOT / "data/names.txt").read_text().split()[::50])
-    for backward in "fused", "steps":
+    for way in "fused", "steps":
         assert run(train, "--data", "w.txt", "--steps", 100, "--lr", 0.1, "--eval-every", 0,
-                   "--backward", backward).status == 0
+                   "--backward", way).status == 0
     fused, steps = steps_taken[:100], steps_taken[100:]
     assert len(steps) == 100 and fused[-1] < fused[0] - 0.2
     np.testing.assert_allclose(fused, steps, rtol=0, atol=1e-4)
@@ -518,6 +521,38 @@ def test_nothing_moves_before_the_first_save(learn, monkeypatch):
     assert os.listdir("out") == ["mlp.npz"] and Path("out/mlp.npz").read_bytes() == before
 
 
+@both_models
+@pytest.mark.parametrize("failing, kept, stopped", [
+    ([4], "out", None), ([4, 8], "elsewhere", None), ([6], "elsewhere", 6)])
+def test_a_save_that_fails_loses_nothing(
+        learn, run, monkeypatch, signal_after, kind, failing, kept, stopped):
+    """On the way it is tried again when it is due; at the end, and after a signal, elsewhere."""
+    expected = learn(kind, "--steps", 8, "--eval-every", 4, "--out", "x.npz")
+    real = model.save
+
+    def save(path, state, *own):
+        if path.startswith("out/") and state["step"] in failing:
+            raise model.Refusal(f"cannot write {path}: no space")
+        return real(path, state, *own)
+
+    os.mkdir("elsewhere")
+    monkeypatch.setattr(tempfile, "tempdir", "elsewhere")
+    monkeypatch.setattr(model, "save", save)
+    if stopped:
+        signal_after(stopped)
+    result = learn(kind, "--steps", 8, "--eval-every", 4)
+    path = f"{kept}/{kind}.npz"
+    assert result.err.count(f"cannot write out/{kind}.npz: no space") == len(failing)
+    assert path in (result.err if stopped else result.out)
+    assert result.status == (130 if stopped else 0)
+    state, whole = (model.load(name, train.ALL_FLAGS) for name in (path, "x.npz"))
+    assert state["step"] == (stopped or 8)
+    if not stopped:
+        assert losses_of(result.out) == losses_of(expected.out)
+        np.testing.assert_array_equal(state["moments"], whole["moments"])
+        assert state["history"] == whole["history"]
+
+
 @contextlib.contextmanager
 def full_disk():
     """No file can grow beyond 4,096 bytes: not pytest's own output either, so only for a run."""
@@ -539,8 +574,9 @@ def test_a_full_disk_is_said_and_the_last_good_file_stays(learn, run, kind, agai
     with full_disk():
         result = run(train, *again, "--out", out, "--data", "w.txt", "--model", kind,
                      *([] if "--resume" in again else SIZES[kind]))
-    assert result.status in (1, 2)
-    assert f"cannot write {out}: " in result.err.splitlines()[-1]
+    assert result.status == 2
+    assert result.err.count(f"cannot write {out}: ") == (2 if "--resume" in again else 4)
+    assert "cannot write " in result.err.splitlines()[-1]
     assert out.read_bytes() == before
     assert os.listdir("out") == [out.name]
 
@@ -556,7 +592,7 @@ def test_a_gpt_that_diverges_stops_and_keeps_the_last_good_checkpoint(here):
     assert (status, out) == (1, b"")
     assert "Warning" not in err and "Traceback" not in err
     last = err.splitlines()[-1]
-    step = int(re.search(r"not finite at step (\d+)", last)[1])
+    step = int(re.search(r"not finite after step (\d+)", last)[1])
     done = evaluations(err)
     assert "lower --lr than 1000" in last
     assert step <= (done[-1] if done else 0) + 21
@@ -1109,3 +1145,93 @@ def test_an_embedding_one_wide_can_be_drawn(learn):
     pytest.importorskip("matplotlib", reason="it draws")
     assert learn("mlp", "--embd", 1, "--steps", 2, "--plot", "p.png").status == 0
     assert Path("p.png").stat().st_size > 1000
+
+
+# ---- A step in shares, and with dropout
+
+def one_step(monkeypatch, threads, dropout=0., step=0):
+    """A step of a tiny GPT: its run, shares, loss, gradient, masks, and parameters before it."""
+    state, parts = train.start(dict(
+        model="gpt", embd=8, layers=2, heads=2, batch=12, optimizer="sgd", data="w.txt",
+        threads=threads, dropout=dropout))
+    config, vocabulary = state["config"], state["vocabulary"]
+    examples = model.gpt_examples(sorted(parts["train"]), vocabulary, config["context"])
+    before = {name: w.copy() for name, w in state["latest"]["p"].items()}
+    masks, real = [], model.dropout_masks
+    monkeypatch.setattr(model, "dropout_masks",
+                        lambda *args: masks.append(real(*args)) or masks[-1])
+    with ThreadPoolExecutor(threads) as pool:
+        run = train.new_run(state, dict(train=examples), pool)
+        shares = next(train.batches(config, examples, 0))
+        loss = train.train_step(run, shares, step)
+    monkeypatch.setattr(model, "dropout_masks", real)
+    return run, shares, loss, run["rooms"][0]["flat_g"], masks, before
+
+
+def of_the_whole(run, batch, before, **masks):
+    """Loss and gradient of one batch, by the functions that the proof is of."""
+    loss, _, _, g = backward.run_model(run["config"], before, batch, **masks)
+    return loss(), np.concatenate([array.ravel() for array in g.values()])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_shares_of_all_threads_add_to_the_proven_gradient(here, monkeypatch, threads):
+    write_words(NAMES)
+    _, (batch,), *_ = one_step(monkeypatch, 1)
+    run, shares, loss, g, masks, before = one_step(monkeypatch, threads)
+    expected, expected_g = of_the_whole(run, batch, before)
+    assert len(shares) == threads and len({len(share[1]) for share in shares}) > (threads > 1)
+    assert masks == [] and loss == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(g, expected_g, rtol=0, atol=1e-6 * abs(expected_g).max())
+
+
+def test_a_step_with_dropout_takes_the_gradient_with_its_masks(here, monkeypatch):
+    write_words(NAMES)
+    run, (batch,), loss, g, (masks,), before = one_step(monkeypatch, 1, 0.3)
+    expected, expected_g = of_the_whole(run, batch, before, masks=masks)
+    assert loss == expected
+    np.testing.assert_array_equal(g, expected_g)
+    without, _ = of_the_whole(run, batch, before)
+    assert abs(loss - without) > 1e-4
+
+
+def test_masks_differ_by_step_and_thread_and_come_again_with_the_seed(here, monkeypatch):
+    write_words(NAMES)
+    drawn = [mask for step in (0, 1) for mask in one_step(monkeypatch, 3, 0.3, step)[4]]
+    again = [mask for step in (0, 1) for mask in one_step(monkeypatch, 3, 0.3, step)[4]]
+    bits = [{mask[0, :2].tobytes() for mask in masks} for masks in (drawn, again)]
+    assert bits[0] == bits[1] and len(bits[0]) == 6
+
+
+def test_dropout_keeps_its_share_of_every_branch_and_the_mean():
+    masks = model.dropout_masks(dict(layers=2, embd=64, dropout=0.25), 500,
+                                np.random.default_rng(1))
+    assert masks.shape == (4, 500, 64) and masks.dtype == np.float32
+    assert np.unique(masks).tolist() == [0, np.float32(4 / 3)]
+    assert (masks == 0).mean((1, 2)) == pytest.approx(np.full(4, 0.25), abs=0.01)
+    assert masks.mean((1, 2)) == pytest.approx(np.ones(4), abs=0.02)
+    for i, j in itertools.combinations(range(4), 2):
+        assert ((masks[i] == 0) == (masks[j] == 0)).mean() < 0.7
+
+
+def test_a_notebook_whose_streams_cannot_be_changed_trains_too(here):
+    write_words(NAMES)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        assert train.main([*SIZES["mlp"], "--data", "w.txt", "--steps", "2"]) == 0
+    assert len(losses_of(out.getvalue())) == 3
+
+
+@pytest.mark.slow
+def test_compiling_is_said_once_in_a_folder_with_brackets(here):
+    """Of a copy, since the kernels are kept beside the files."""
+    write_words(NAMES)
+    folder = here / "a[b]"
+    folder.mkdir()
+    for name in "model", "backward", "train":
+        shutil.copy(ROOT / f"{name}.py", folder)
+    command = [sys.executable, folder / "train.py", "--data", "w.txt", "--steps", "1"]
+    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    said = [subprocess.run(command, env=env, capture_output=True, text=True).stderr
+            for _ in range(2)]
+    assert ["compiling the kernels, this once" in err for err in said] == [True, False]
