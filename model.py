@@ -775,7 +775,7 @@ def take_name(file, path):
         except OSError:
             if os.path.lexists(name):
                 continue
-            os.rename(file, name)       # a file system without links
+            os.rename(file, name)       # without links: path is free for a moment
         return name
 
 
