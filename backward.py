@@ -356,16 +356,17 @@ def prove(loss, blocks, rng, samples=None, corners=lambda: 0):
     """
     rows, floor = [], FLOOR * max(1, abs(loss()))
     for name, (w, dw) in blocks.items():
-        errors, along, tries = [], None, 0
-        for place in rng.permutation(w.size)[:samples]:
-            u = (np.arange(w.size) == place).reshape(w.shape)
-            errors.append(error_along(loss, corners, w, dw, u.astype(w.dtype)))
+        places = rng.permutation(w.size)[:samples]
+        units = ((np.arange(w.size) == place).reshape(w.shape).astype(w.dtype) for place in places)
+        errors = [error_along(loss, corners, w, dw, u) for u in units]
         worst = np.max([error for error in errors if error is not None], initial=0)
-        while along is None:
+        for _ in range(100):
             u = rng.standard_normal(w.shape).astype(w.dtype)
-            along, tries = error_along(loss, corners, w, dw, u / np.linalg.norm(u)), tries + 1
-            if tries > 100:
-                raise m.Refusal(f'd{name}: every direction crosses the corner of some ReLU')
+            along = error_along(loss, corners, w, dw, u / np.linalg.norm(u))
+            if along is not None:
+                break
+        else:
+            raise m.Refusal(f'd{name}: every direction crosses the corner of some ReLU')
         rows.append((name, w.shape, worst / max(abs(dw).max(), floor),
                      along / max(np.linalg.norm(dw) / sqrt(dw.size), floor)))
     return rows

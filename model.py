@@ -577,8 +577,7 @@ def make_parameters(config, rng, dtype=np.float32):
     """
     p = arrays(PARAMETERS[config['model']](config), dtype)
     table = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
-    factors = dict(C=table, P=table, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*table, Wup=1,
-                   Wdown=0.3*table)
+    factors = dict(C=table, P=table, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*table, Wup=1, Wdown=0.3*table)
     for name, w in p.items():
         std = factors.get(name, 0)                         # biases start at zero
         if name[0] == 'W':
@@ -803,8 +802,8 @@ def save(path, state, own=None):
             os.fsync(file.fileno())
         new, there, moved = which(partial), which(path), None
         if there and not own:
-            moved = take_name(path, path)
-        if there and (moved or there == own):
+            moved, own = take_name(path, path), there
+        if there and there == own:
             os.replace(partial, path)
         else:
             path = take_name(partial, path)

@@ -78,7 +78,7 @@ def learning_rate(config, step):
 def say(line):
     """A line for whoever is at the terminal; that nobody is must not stop a run."""
     with contextlib.suppress(OSError):
-        tqdm.write(str(line), file=sys.stderr)
+        tqdm.write(line, file=sys.stderr)
 
 
 def split(words):
@@ -266,7 +266,7 @@ def keep(run, evaluating):
     try:
         run['out'], run['file'], moved = m.save(out, state, run['file'])
     except Refusal as error:            # a full disk, for one
-        say(error)
+        say(str(error))
         if evaluating and state['step'] < config['steps']:
             return                      # there will be another time
         out = os.path.join(tempfile.gettempdir(), os.path.basename(out))

@@ -171,7 +171,7 @@ def first_values(config):
 
 @pytest.mark.parametrize('embd', [16, 64, 256, 1024])
 def test_the_first_loss_of_the_gpt_does_not_grow_with_its_width(embd):
-    config, vocabulary, examples = m.own_examples(dict(model='gpt', embd=embd, layers=1), m.FLAGS)
+    config, _, examples = m.own_examples(dict(model='gpt', embd=embd, layers=1), m.FLAGS)
     p = m.make_parameters(config, rng(1))
     loss, _ = m.predict(dict(config=config, p=p), m.gpt_batch(examples, np.arange(0, 29000, 999)))
     assert np.log(27) < loss < 5

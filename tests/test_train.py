@@ -525,7 +525,7 @@ def test_nothing_moves_before_the_first_save(learn, monkeypatch):
 @pytest.mark.parametrize("failing, kept, stopped", [
     ([4], "out", None), ([4, 8], "elsewhere", None), ([6], "elsewhere", 6)])
 def test_a_save_that_fails_loses_nothing(
-        learn, run, monkeypatch, signal_after, kind, failing, kept, stopped):
+        learn, monkeypatch, signal_after, kind, failing, kept, stopped):
     """On the way it is tried again when it is due; at the end, and after a signal, elsewhere."""
     expected = learn(kind, "--steps", 8, "--eval-every", 4, "--out", "x.npz")
     real = model.save
