@@ -1,11 +1,11 @@
-"""A language model from scratch, file 2 of 4: every gradient of model.py, by hand, and its proof.
+"""A language model from scratch, file 2 of 4: every gradient of model.py by hand, and the proof.
 
-The functions stand in the order of model.py, X_backward for X. dX is the derivative of the loss
-by X, and has exactly the shape of X. The first contribution to a gradient is written with =, each
-later one with +=; a layer that always adds says so. Run as a script, this file proves itself.
+The functions stand in the order of model.py: linear_backward belongs to linear, and so on. dW is
+the gradient of the loss with respect to W, and has exactly the shape of W; so it is for all names.
+Where a value is used more than once, each use contributes to its gradient: the first contribution
+is written with =, later ones with +=. `python backward.py` checks every gradient.
 """
 import argparse
-import inspect
 import sys
 from math import sqrt
 
@@ -15,185 +15,182 @@ from model import GELU_A, GELU_C, MLP_PARAMETERS, kernel
 import numpy as np
 
 
-# ---- The column, from the loss back to C
+# ---- The MLP, one operation at a time: from the loss back to C
 
-def mlp_steps_backward(p, X, Y, a):
-    """The gradient of every value that mlp_steps computes and of every parameter, by name."""
+def mlp_steps_backward(p, X, Y, values):
+    """The gradient of all `values`, which mlp_steps returned, and of all parameters, by name."""
     C, W1, b1, bngain, bnbias, W2, b2 = (p[name] for name in MLP_PARAMETERS)
-    n = len(X)
+    (emb, embcat, hprebn, bnmeani, bndiff, bndiff2, bnvar, bnvar_inv, bnraw, hpreact, h,
+     logits, logit_maxes, norm_logits, counts, counts_sum, counts_sum_inv, probs,
+     logprobs) = values.values()
+    N = len(X)
 
-    # loss = -logprobs[range(n), Y].mean(): each picked element is one of n that are averaged
-    dlogprobs = np.zeros_like(a['logprobs'])                                    # (N, V)
-    dlogprobs[np.arange(n), Y] = -1 / n                                         # (N,)
+    # loss = -logprobs[range(N), Y].mean(): one element of each row counts, with weight 1 / N
+    dlogprobs = np.zeros_like(logprobs)                    # (N, V)
+    dlogprobs[np.arange(N), Y] = -1 / N                    # (N,)
     # logprobs = log(probs)
-    dprobs = dlogprobs / a['probs']                                             # (N, V)
-    # probs = counts * counts_sum_inv: the column was broadcast, so its gradient is a sum
-    dcounts = dprobs * a['counts_sum_inv']                                      # (N, V)  1 of 2
-    dcounts_sum_inv = (dprobs * a['counts']).sum(1, keepdims=True)              # (N, 1)
+    dprobs = dlogprobs / probs                             # (N, V)
+    # probs = counts * counts_sum_inv, (N, V) * (N, 1): what was broadcast is summed on the way back
+    dcounts = dprobs * counts_sum_inv                      # (N, V)  1 of 2
+    dcounts_sum_inv = (dprobs * counts).sum(1, keepdims=True)                   # (N, 1)
     # counts_sum_inv = counts_sum**-1
-    dcounts_sum = -dcounts_sum_inv * a['counts_sum_inv']**2                     # (N, 1)
-    # counts_sum = counts.sum(1): what was summed gets the gradient of the sum
-    dcounts += dcounts_sum                                                      # (N, V)  2 of 2
+    dcounts_sum = -dcounts_sum_inv * counts_sum_inv**2     # (N, 1)
+    # counts_sum = counts.sum(1): what was summed is broadcast on the way back
+    dcounts += dcounts_sum                                 # (N, V)  2 of 2
     # counts = exp(norm_logits)
-    dnorm_logits = dcounts * a['counts']                                        # (N, V)
+    dnorm_logits = dcounts * counts                        # (N, V)
     # norm_logits = logits - logit_maxes
-    dlogits = dnorm_logits.copy()                                               # (N, V)  1 of 2
-    # zero but for rounding: the same number added to a whole row of logits changes no loss
-    dlogit_maxes = -dnorm_logits.sum(1, keepdims=True)                          # (N, 1)
-    # logit_maxes = logits.max(1): only the largest of each row was looked at
-    dlogits[np.arange(n), a['logits'].argmax(1)] += dlogit_maxes[:, 0]          # (N,)    2 of 2
+    dlogits = dnorm_logits.copy()                          # (N, V)  1 of 2
+    dlogit_maxes = -dnorm_logits.sum(1, keepdims=True)     # (N, 1)  0 up to rounding: no effect
+    # logit_maxes = logits.max(1): the largest element of each row was copied
+    dlogits[np.arange(N), logits.argmax(1)] += dlogit_maxes[:, 0]               # (N,)  2 of 2
     # logits = h @ W2 + b2
-    dh = dlogits @ W2.T                                                         # (N, H)
-    dW2 = a['h'].T @ dlogits                                                    # (H, V)
-    db2 = dlogits.sum(0)                                                        # (V,)
+    dh = dlogits @ W2.T                                    # (N, H)
+    dW2 = h.T @ dlogits                                    # (H, V)
+    db2 = dlogits.sum(0)                                   # (V,)
     # h = tanh(hpreact)
-    dhpreact = (1 - a['h']**2) * dh                                             # (N, H)
-    # hpreact = bngain * bnraw + bnbias: both rows were broadcast
-    dbngain = (dhpreact * a['bnraw']).sum(0)                                    # (H,)
-    dbnraw = dhpreact * bngain                                                  # (N, H)
-    dbnbias = dhpreact.sum(0)                                                   # (H,)
-    # bnraw = bndiff * bnvar_inv
-    dbndiff = dbnraw * a['bnvar_inv']                                           # (N, H)  1 of 2
-    dbnvar_inv = (dbnraw * a['bndiff']).sum(0, keepdims=True)                   # (1, H)
+    dhpreact = (1 - h**2) * dh                             # (N, H)
+    # hpreact = bngain * bnraw + bnbias, (H,) * (N, H) + (H,)
+    dbngain = (dhpreact * bnraw).sum(0)                    # (H,)
+    dbnraw = dhpreact * bngain                             # (N, H)
+    dbnbias = dhpreact.sum(0)                              # (H,)
+    # bnraw = bndiff * bnvar_inv, (N, H) * (1, H)
+    dbndiff = dbnraw * bnvar_inv                           # (N, H)  1 of 2
+    dbnvar_inv = (dbnraw * bndiff).sum(0, keepdims=True)   # (1, H)
     # bnvar_inv = (bnvar + 1e-5)**-0.5
-    dbnvar = -0.5 * (a['bnvar'] + 1e-5)**-1.5 * dbnvar_inv                      # (1, H)
-    # bnvar = bndiff2.sum(0) / (n - 1)
-    dbndiff2 = np.ones_like(a['bndiff2']) / (n - 1) * dbnvar                    # (N, H)
+    dbnvar = -0.5 * (bnvar + 1e-5)**-1.5 * dbnvar_inv      # (1, H)
+    # bnvar = bndiff2.sum(0) / (N - 1)
+    dbndiff2 = np.ones_like(bndiff2) / (N - 1) * dbnvar    # (N, H)
     # bndiff2 = bndiff**2
-    dbndiff += 2 * a['bndiff'] * dbndiff2                                       # (N, H)  2 of 2
-    # bndiff = hprebn - bnmeani
-    dhprebn = dbndiff.copy()                                                    # (N, H)  1 of 2
-    dbnmeani = -dbndiff.sum(0, keepdims=True)                                   # (1, H)
-    # bnmeani = hprebn.sum(0) / n
-    dhprebn += dbnmeani / n                                                     # (N, H)  2 of 2
+    dbndiff += 2 * bndiff * dbndiff2                       # (N, H)  2 of 2
+    # bndiff = hprebn - bnmeani, (N, H) - (1, H)
+    dhprebn = dbndiff.copy()                               # (N, H)  1 of 2
+    dbnmeani = -dbndiff.sum(0, keepdims=True)              # (1, H)
+    # bnmeani = hprebn.sum(0) / N
+    dhprebn += dbnmeani / N                                # (N, H)  2 of 2
     # hprebn = embcat @ W1 + b1
-    dembcat = dhprebn @ W1.T                                                    # (N, T*E)
-    dW1 = a['embcat'].T @ dhprebn                                               # (T*E, H)
-    db1 = dhprebn.sum(0)                      # (H,)  zero but for rounding: bnmeani takes b1 away
-    # embcat = emb.reshape(n, -1): nothing was computed, so nothing but the shape changes back
-    demb = dembcat.reshape(a['emb'].shape)                                      # (N, T, E)
-    # emb = C[X]: each row of C gathers the gradients of all its copies. dC[X] += demb would add
-    # only one of them where a row was fetched more than once.
-    dC = np.zeros_like(C)                                                       # (V, E)
-    np.add.at(dC, X, demb)                                                      # (V, E)
+    dembcat = dhprebn @ W1.T                               # (N, T*E)
+    dW1 = embcat.T @ dhprebn                               # (T*E, H)
+    db1 = dhprebn.sum(0)                                   # (H,)  0 up to rounding: b1 cancels
+    # embcat = emb.reshape(N, -1): the same numbers in another shape
+    demb = dembcat.reshape(emb.shape)                      # (N, T, E)
+    # emb = C[X]: a row of C was copied to every place where its id stands in X, so its gradient is
+    # the sum over these places. dC[X] += demb would add only one of them for each row.
+    dC = np.zeros_like(C)                                  # (V, E)
+    np.add.at(dC, X, demb)                                 # (V, E)
 
-    return {name[1:]: value for name, value in locals().items() if name[0] == 'd'}
+    return dict(
+        logprobs=dlogprobs, probs=dprobs, counts=dcounts, counts_sum_inv=dcounts_sum_inv,
+        counts_sum=dcounts_sum, norm_logits=dnorm_logits, logits=dlogits, logit_maxes=dlogit_maxes,
+        h=dh, W2=dW2, b2=db2, hpreact=dhpreact, bngain=dbngain, bnraw=dbnraw, bnbias=dbnbias,
+        bndiff=dbndiff, bnvar_inv=dbnvar_inv, bnvar=dbnvar, bndiff2=dbndiff2, hprebn=dhprebn,
+        bnmeani=dbnmeani, embcat=dembcat, W1=dW1, b1=db1, emb=demb, C=dC)
 
 
-# ---- Layers, each the algebra of its steps carried through
+# ---- Layers of the MLP
+#
+# dy is the gradient of a layer's output. A backward function returns the gradient of the layer's
+# input, and writes those of its parameters into the arrays that it is given (dW, db, ...). It gives
+# the vector-Jacobian product: no Jacobian is ever built.
 
 @kernel
+def add_at(dC, ids, drows):
+    """dC[ids[i]] += drows[i], one i at a time: np.add.at(dC, ids, drows), only faster."""
+    for i in range(len(ids)):
+        drow = dC[ids[i]]
+        for e in range(len(drow)):
+            drow[e] += drows[i, e]
+
+
 def embedding_backward(demb, X, dC):
-    """Each row of dC (V,E) gathers from its copies in demb (N,T*E). Adds to dC. Source: A.6."""
-    N, T = X.shape
-    E = dC.shape[1]
-    for k in range(N):
-        for j in range(T):
-            drow = dC[X[k, j]]
-            for e in range(E):
-                drow[e] += demb[k, j*E + e]
+    """Add the T parts of each row of demb (N,T*E) to the rows X (N,T) of dC (V,E). Source: A.6.
+
+    What was in dC before stays in the sum.
+    """
+    add_at(dC, X.reshape(-1), demb.reshape(-1, dC.shape[1]))                    # (V, E)
 
 
 @kernel
-def add_bias_backward(dy, db):
-    """db (O,): the sum of the rows of dy (N,O), to each of which b was added. Source: A.5."""
+def sum_rows(dy, db):
+    """Fill db (O,) with the sum of the rows of dy (N,O)."""
     db[:] = 0
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
             db[j] += dy[i, j]
 
 
-def linear_backward(dy, x, W, dx, dW, db):
-    """dx = dy W^T, dW = x^T dy: read off the shapes (N,I) (I,O) (N,O). Source: A.5."""
-    dy.dot(W.T, out=dx)                                    # (N, I)
-    x.T.dot(dy, out=dW)                                    # (I, O)
+def linear_backward(dy, x, W, dW, db=None):
+    """dx = dy W^T, dW = x^T dy, db = the sum of the rows of dy. Source: A.5.
+
+    The shapes (N,I), (I,O) and (N,O) of x, W and dy admit no other products.
+    """
+    np.dot(x.T, dy, out=dW)                                # (I, O)
     if db is not None:
-        add_bias_backward(dy, db)                          # (O,)
+        sum_rows(dy, db)                                   # (O,)
+    return np.dot(dy, W.T)                                 # (N, I)
 
 
 @kernel
-def batchnorm_backward(dy, gain, raw, var_inv, dx, dgain, dbias):
-    """Two terms beside dy: mean and variance depend on every row of x (N,H). Source: A.4."""
+def batchnorm_backward(dy, gain, raw, var_inv, dgain, dbias):
+    """dx (N,H); also fills dgain and dbias (H,). Source: A.4.
+
+    As in mlp_steps_backward, x reaches the loss in three ways, each of which gives a term:
+    directly, dy; through the mean, -sum(dy) / N = -dbias / N; through the variance,
+    -raw sum(dy raw) / (N - 1) = -raw dgain / (N - 1). All are times gain var_inv.
+    """
     N, H = dy.shape
-    dgain[:] = 0
-    dbias[:] = 0
+    dgain[:] = 0                                           # (H,)
+    dbias[:] = 0                                           # (H,)
     for i in range(N):
         for j in range(H):
             dgain[j] += dy[i, j] * raw[i, j]
             dbias[j] += dy[i, j]
-    n, n1 = dy.dtype.type(N), dy.dtype.type(N - 1)         # n - 1 is Bessel's, of the variance
+    n, n_minus_1 = dy.dtype.type(N), dy.dtype.type(N - 1)
+    dx = np.empty_like(dy)                                 # (N, H)
     for i in range(N):
         for j in range(H):
             dx[i, j] = gain[j] * var_inv[j] * (
-                dy[i, j] - dbias[j] / n - raw[i, j] * dgain[j] / n1)
+                dy[i, j] - dbias[j] / n - raw[i, j] * dgain[j] / n_minus_1)
+    return dx
 
 
-@kernel
-def rmsnorm_backward(dy, gain, raw, rms_inv, dx, dgain):
-    """The sum couples the components: all of them went into the root mean square. Source: A.4.
-
-    It adds to dx (N,E), which holds zeros or what came past the branch.
-    """
-    N, E = dy.shape
-    dgain[:] = 0
-    for i in range(N):
-        coupling = dy.dtype.type(0)
-        for j in range(E):
-            dgain[j] += dy[i, j] * raw[i, j]
-            coupling += gain[j] * dy[i, j] * raw[i, j]
-        coupling /= dy.dtype.type(E)
-        for j in range(E):
-            dx[i, j] += rms_inv[i] * (gain[j] * dy[i, j] - raw[i, j] * coupling)
-
-
-def layernorm_backward(dy, gain, raw, std_inv, dx, dgain):
-    """RMSNorm's, less the mean of each row as x was. Adds to dx (N,E). Source: A.4."""
-    dcentred = np.zeros_like(dx)                                                # (N, E)
-    rmsnorm_backward(dy, gain, raw, std_inv, dcentred, dgain)                   # (N, E)
-    dx += dcentred - dcentred.mean(1, keepdims=True)                            # (N, E)
-
-
-NORMS_BACKWARD = dict(rmsnorm=rmsnorm_backward, layernorm=layernorm_backward)
-
+# The backward functions of all activations have the same arguments. (That of tanh is a kernel for
+# the speed of the MLP.)
 
 @kernel
-def tanh_backward(dy, x, s, y, dx):
-    """dy (1 - tanh^2 x). Source: A.1."""
-    one = dy.dtype.type(1)
+def tanh_backward(dy, x, y, gate):
+    """dx = dy (1 - tanh^2 x). Source: A.1."""
+    dx, one = np.empty_like(dy), dy.dtype.type(1)          # (N, H) ()
     for i in range(dy.shape[0]):
         for j in range(dy.shape[1]):
             dx[i, j] = dy[i, j] * (one - y[i, j] * y[i, j])
+    return dx
 
 
-def sigmoid_backward(dy, x, s, y, dx):
-    """dy sigmoid(x) (1 - sigmoid(x)). Source: A.1."""
-    np.multiply(dy, y * (1 - y), out=dx)                   # (N, H)
+def sigmoid_backward(dy, x, y, gate):
+    """dx = dy sigmoid(x) (1 - sigmoid(x)). Source: A.1."""
+    return dy * (y * (1 - y))                              # (N, H)
 
 
-def relu_backward(dy, x, s, y, dx):
-    """dy where x > 0, else 0; at 0, where there is no derivative, 0 too. Source: A.1."""
-    np.multiply(dy, x > 0, out=dx)                         # (N, H)
+def relu_backward(dy, x, y, gate):
+    """dx = dy where x > 0, else 0. At 0, where there is no derivative, it is 0 too. Source: A.1."""
+    return dy * (x > 0)                                    # (N, H)
 
 
-def leaky_relu_backward(dy, x, s, y, dx):
-    """dy where x > 0, else 0.01 dy. Source: A.1."""
-    np.copyto(dx, np.where(x > 0, dy, 0.01 * dy))          # (N, H)
+def leaky_relu_backward(dy, x, y, gate):
+    """dx = dy where x > 0, else 0.01 dy. Source: A.1."""
+    return np.where(x > 0, dy, 0.01 * dy)                  # (N, H)
 
 
-def silu_backward(dy, x, s, y, dx):
-    """dy sigmoid(x) (1 + x (1 - sigmoid(x))). Source: A.1."""
-    np.multiply(dy, s * (1 + x * (1 - s)), out=dx)         # (N, H)
+def silu_backward(dy, x, y, gate):
+    """dx = dy gate (1 + x (1 - gate)), with gate = sigmoid(x). Source: A.1."""
+    return dy * (gate * (1 + x * (1 - gate)))              # (N, H)
 
 
-@kernel
-def gelu_backward(dy, x, s, y, dx):
-    """SiLU's, and the chain to 2u: x stands twice in x sigmoid(2u(x)). Source: A.2."""
-    one = dy.dtype.type(1)
-    c2, c2a3 = dy.dtype.type(2 * GELU_C), dy.dtype.type(2 * GELU_C * 3 * GELU_A)
-    for i in range(dy.shape[0]):
-        for j in range(dy.shape[1]):
-            slope = c2 + c2a3 * x[i, j] * x[i, j]          # of 2u
-            dx[i, j] = dy[i, j] * s[i, j] * (one + x[i, j] * (one - s[i, j]) * slope)
+def gelu_backward(dy, x, y, gate):
+    """dx = dy (gate + x gate (1 - gate) 2u'), with u' = c (1 + 3 a x^2). Source: A.2."""
+    slope = GELU_C * (1 + 3 * GELU_A * x * x)              # (N, H)  u'
+    return dy * (gate + 2 * x * gate * (1 - gate) * slope)                      # (N, H)
 
 
 ACTIVATIONS_BACKWARD = dict(
@@ -203,328 +200,322 @@ ACTIVATIONS_BACKWARD = dict(
 
 @kernel
 def softmax_backward(dprobs, probs, dz):
-    """dz_j = p_j (dp_j - sum_k p_k dp_k): the Jacobian times a vector, never built. Source: A.3."""
-    dot = probs.dtype.type(0)
+    """Fill dz_j = p_j (dp_j - sum_k p_k dp_k), for one row. Source: A.3."""
+    total = probs.dtype.type(0)
+    for k in range(len(probs)):
+        total += probs[k] * dprobs[k]
     for j in range(len(probs)):
-        dot += probs[j] * dprobs[j]
-    for j in range(len(probs)):
-        dz[j] = probs[j] * (dprobs[j] - dot)
+        dz[j] = probs[j] * (dprobs[j] - total)
 
 
 @kernel
-def attention_backward(dctx, qkv, t, path, weights, dweights, dqkv):
-    """dqkv (N,3E) from dctx (N,E), where M is N; dweights (A,P) is room. Source: A.5."""
-    N, E = dctx.shape
-    A = len(weights)
-    parts, dparts = qkv.reshape(N, 3, A, E // A), dqkv.reshape(N, 3, A, E // A)
-    dheads = dctx.reshape(N, A, E // A)
-    scale = dctx.dtype.type(1 / sqrt(E // A))
-    dqkv[:] = 0
-    pair = 0
-    for i in range(N):
-        seen = path[pair:pair + t[i] + 1]
-        for a in range(A):
-            dc = dheads[i, a]
-            w = weights[a, pair:pair + len(seen)]
-            dw = dweights[a, pair:pair + len(seen)]
-            for j in range(len(seen)):
-                v, dv = parts[seen[j], 2, a], dparts[seen[j], 2, a]
-                dot = dctx.dtype.type(0)
-                for e in range(len(dc)):
-                    dot += dc[e] * v[e]
-                    dv[e] += w[j] * dc[e]
-                dw[j] = dot
-            softmax_backward(dw, w, dw)                    # now dw is of the scores
-            q, dq = parts[i, 0, a], dparts[i, 0, a]
-            for j in range(len(seen)):
-                k, dk = parts[seen[j], 1, a], dparts[seen[j], 1, a]
-                dscore = scale * dw[j]
-                for e in range(len(dq)):
-                    dq[e] += dscore * k[e]
-                    dk[e] += dscore * q[e]
-        pair += len(seen)
-
-
-def residual_backward(dx, mask, dbranch):
-    """dx passes the branch and, times its mask, enters it: that is returned. Source: A.6."""
-    return dx if mask is None else np.multiply(dx, mask, out=dbranch)
-
-
-def head_backward(dlogits, x, C, dx, dC):
-    """The table as readout: the first of two contributions to dC (V,E). Source: A.6."""
-    dlogits.dot(C, out=dx)                                 # (B, E)
-    dlogits.T.dot(x, out=dC)                               # (V, E)
-
-
-@kernel
-def cross_entropy_backward(probs, Y, dlogits):
-    """(probs - onehot(Y)) / N: the mean's 1/N, and so every later gradient has it. Source: A.3."""
+def cross_entropy_backward(probs, Y):
+    """dlogits (N,V) = (probs - onehot(Y)) / N: the loss is a mean over N rows. Source: A.3."""
     N, V = probs.shape
-    share = probs.dtype.type(1 / N)
+    inv_n = probs.dtype.type(1 / N)
+    dlogits = np.empty_like(probs)                         # (N, V)
     for i in range(N):
         for j in range(V):
-            dlogits[i, j] = probs[i, j] * share
-        dlogits[i, Y[i]] -= share
+            dlogits[i, j] = probs[i, j] * inv_n
+        dlogits[i, Y[i]] -= inv_n
+    return dlogits
 
 
-# ---- The two models: the lines of model.py upside down
+# ---- The MLP in layers: the lines of mlp(), upside down
 
-def mlp_backward(config, p, batch, a, d, g):
-    """After mlp() has filled a: g of the parameters, and d of what has a gradient in a."""
-    X, Y = batch
-    cross_entropy_backward(a['probs'], Y, d['logits'])                          # (N, V)
-    linear_backward(d['logits'], a['h'], p['W2'], d['h'], g['W2'], g['b2'])     # (N, H)
-    ACTIVATIONS_BACKWARD[config['act']](d['h'], a['hpreact'], a['s'], a['h'], d['hpreact'])
-    if not config['batchnorm']:
-        d['hprebn'] = d['hpreact']                         # (N, H)  the same array, not a copy
+def mlp_backward(config, p, batch, acts, g):
+    """Fill g, the gradients of the parameters by name, from the activations that mlp() returned."""
+    emb, hprebn, bnraw, bnvar_inv, hpreact, h, gate, logits, probs = acts.values()
+    dlogits = cross_entropy_backward(probs, batch.Y)                            # (N, V)
+    dh = linear_backward(dlogits, h, p['W2'], g['W2'], g['b2'])                 # (N, H)
+    dhpreact = ACTIVATIONS_BACKWARD[config['act']](dh, hpreact, h, gate)        # (N, H)
+    if config['batchnorm']:
+        dhprebn = batchnorm_backward(
+            dhpreact, p['bngain'], bnraw, bnvar_inv, g['bngain'], g['bnbias'])  # (N, H)
     else:
-        batchnorm_backward(d['hpreact'], p['bngain'], a['bnraw'], a['bnvar_inv'],
-                           d['hprebn'], g['bngain'], g['bnbias'])               # (N, H)
-    linear_backward(d['hprebn'], a['emb'], p['W1'], d['emb'], g['W1'], g['b1'])    # (N, T*E)
+        dhprebn = dhpreact                                                      # (N, H)
+    demb = linear_backward(dhprebn, emb, p['W1'], g['W1'], g['b1'])             # (N, T*E)
     g['C'][:] = 0                                                               # (V, E)
-    embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
+    embedding_backward(demb, batch.X, g['C'])                                   # (V, E)
 
 
-def gpt_backward(config, p, batch, a, d, g, masks=None):
-    """After gpt() has filled a: g of the parameters; layer 0 of d is room that all layers use."""
-    X, Y, t, path, at = batch
+# ---- Layers of the GPT
+
+@kernel
+def rmsnorm_backward(dy, gain, raw, inv, dgain):
+    """dx (N,E); also fills dgain (E,). Source: A.4.
+
+    x reaches the loss directly, and through the root mean square of its row, which couples all
+    elements. The two ways give gain dy and -raw mean(gain dy raw), each times inv.
+    """
+    N, E = dy.shape
+    dgain[:] = 0                                           # (E,)
+    dx = np.empty_like(dy)                                 # (N, E)
+    for i in range(N):
+        mean = dy.dtype.type(0)                            # of gain dy raw
+        for j in range(E):
+            dgain[j] += dy[i, j] * raw[i, j]
+            mean += gain[j] * dy[i, j] * raw[i, j]
+        mean /= dy.dtype.type(E)
+        for j in range(E):
+            dx[i, j] = inv[i] * (gain[j] * dy[i, j] - raw[i, j] * mean)
+    return dx
+
+
+def layernorm_backward(dy, gain, raw, inv, dgain):
+    """RMSNorm's dx minus its row means, as the row means of x were subtracted. Source: A.4."""
+    dcentred = rmsnorm_backward(dy, gain, raw, inv, dgain)                      # (N, E)
+    return dcentred - dcentred.mean(1, keepdims=True)                           # (N, E)
+
+
+NORMS_BACKWARD = dict(rmsnorm=rmsnorm_backward, layernorm=layernorm_backward)
+
+
+@kernel
+def attention_backward(dctx, qkv, position, ancestors, weights):
+    """dqkv (N,3E). Source: A.5.
+
+    A query was used in all scores of its node, a key and a value by every node that looked at them:
+    their gradients are sums, which begin at zero.
+    """
+    N, E = dctx.shape
+    A = len(weights)
+    split, dsplit = qkv.reshape(N, 3, A, E // A), np.zeros((N, 3, A, E // A), qkv.dtype)
+    dctx = dctx.reshape(N, A, E // A)
+    scale = qkv.dtype.type(1 / sqrt(E // A))
+    scratch = np.empty((2, position.max() + 1), qkv.dtype)                      # reused by all
+    begin = 0
+    for i in range(N):
+        end = begin + position[i] + 1
+        seen = ancestors[begin:end]
+        for head in range(A):
+            weight = weights[head, begin:end]
+            dweight, dscores = scratch[0, :len(seen)], scratch[1, :len(seen)]
+            # backward through ctx = sum of weight_j value_j
+            for j in range(len(seen)):
+                value, dvalue = split[seen[j], 2, head], dsplit[seen[j], 2, head]
+                dot = qkv.dtype.type(0)
+                for e in range(len(value)):
+                    dot += dctx[i, head, e] * value[e]
+                    dvalue[e] += weight[j] * dctx[i, head, e]
+                dweight[j] = dot
+            # backward through weight = softmax(score)
+            softmax_backward(dweight, weight, dscores)
+            # backward through score_j = query . key_j / sqrt(E / A)
+            query, dquery = split[i, 0, head], dsplit[i, 0, head]
+            for j in range(len(seen)):
+                key, dkey = split[seen[j], 1, head], dsplit[seen[j], 1, head]
+                for e in range(len(key)):
+                    dquery[e] += scale * dscores[j] * key[e]
+                    dkey[e] += scale * dscores[j] * query[e]
+        begin = end
+    return dsplit.reshape(N, 3*E)
+
+
+# ---- The GPT in layers: the lines of gpt(), upside down
+
+def gpt_backward(config, p, tree, acts, g, masks=None):
+    """Fill g, the gradients of the parameters by name, from the activations that gpt() returned."""
     norm_backward, L = NORMS_BACKWARD[config['norm']], config['layers']
-    act_backward = ACTIVATIONS_BACKWARD[config['act']]
-    masks = [None] * 2*L if masks is None else masks                            # (2*L, N, E)
-    dx, dnormed, dctx = d['emb'], d['normed'][0], d['ctx'][0]                   # (N, E)
-    dqkv = d['qkv'][0]                                                          # (N, 3*E)
-    dup, dh = d['up'][0], d['h'][0]                                             # (N, 4*E)
-    dx[:] = 0                                                                   # (N, E)
-    cross_entropy_backward(a['probs'], Y, d['logits'])                          # (B, V)
-    # dC, 1 of 2: the table as readout
-    head_backward(d['logits'], a['last'], p['C'], d['last'], g['C'])            # (V, E)
-    # a row gathers from all the characters that were predicted from it
-    dnormed[:] = 0                                                              # (N, E)
-    embedding_backward(d['last'], at[:, None], dnormed)                         # (N, E)
-    norm_backward(dnormed, p['gain'][-1], a['raw'][-1], a['inv'][-1], dx, g['gain'][-1])
+    activation_backward = ACTIVATIONS_BACKWARD[config['act']]
+    masks = [1] * (2*L) if masks is None else masks        # without dropout all are 1
+    layers, raw, inv, last, logits, probs = acts.values()
+    dlogits = cross_entropy_backward(probs, tree.Y)        # (B, V)
+    np.dot(dlogits.T, last, out=g['C'])                    # (V, E)  1 of 2: the table as readout
+    dlast = np.dot(dlogits, p['C'])                        # (B, E)
+    dnormed = np.zeros_like(raw)                           # (N, E)
+    embedding_backward(dlast, tree.predicted_from, dnormed)                     # (N, E)
+    dx = norm_backward(dnormed, p['gain'][2*L], raw, inv, g['gain'][2*L])       # (N, E)
     for l in reversed(range(L)):
-        i, j = 2*l, 2*l + 1
-        dbranch = residual_backward(dx, masks[j], d['branch'])                  # (N, E)
-        linear_backward(dbranch, a['h'][l], p['Wdown'][l], dh, g['Wdown'][l], None)
-        act_backward(dh, a['up'][l], a['s'][l], a['h'][l], dup)                 # (N, 4*E)
-        linear_backward(dup, a['normed'][j], p['Wup'][l], dnormed, g['Wup'][l], None)
-        norm_backward(dnormed, p['gain'][j], a['raw'][j], a['inv'][j], dx, g['gain'][j])
-        dbranch = residual_backward(dx, masks[i], d['branch'])                  # (N, E)
-        linear_backward(dbranch, a['ctx'][l], p['Wo'][l], dctx, g['Wo'][l], None)
-        attention_backward(dctx, a['qkv'][l], t, path, a['weights'][l], d['weights'][0], dqkv)
-        linear_backward(dqkv, a['normed'][i], p['Wqkv'][l], dnormed, g['Wqkv'][l], None)
-        norm_backward(dnormed, p['gain'][i], a['raw'][i], a['inv'][i], dx, g['gain'][i])
-    g['P'][:] = 0                                                               # (T, E)
-    embedding_backward(d['emb'], t[:, None], g['P'])                            # (T, E)
-    # dC, 2 of 2: the table as input
-    embedding_backward(d['emb'], X, g['C'])                                     # (V, E)
+        (normed1, raw1, inv1, qkv, ctx, weights,
+         normed2, raw2, inv2, hpreact, h, gate) = layers[l].values()
+        # x += branch: dx goes on unchanged to the x before; what the branch gives back is added
+        dbranch = dx * masks[2*l + 1]                      # (N, E)
+        dh = linear_backward(dbranch, h, p['Wdown'][l], g['Wdown'][l])          # (N, 4*E)
+        dhpreact = activation_backward(dh, hpreact, h, gate)                    # (N, 4*E)
+        dnormed = linear_backward(dhpreact, normed2, p['Wup'][l], g['Wup'][l])  # (N, E)
+        dx += norm_backward(dnormed, p['gain'][2*l + 1], raw2, inv2, g['gain'][2*l + 1])    # (N, E)
+        dbranch = dx * masks[2*l]                          # (N, E)
+        dctx = linear_backward(dbranch, ctx, p['Wo'][l], g['Wo'][l])            # (N, E)
+        dqkv = attention_backward(dctx, qkv, tree.position, tree.ancestors, weights)    # (N, 3*E)
+        dnormed = linear_backward(dqkv, normed1, p['Wqkv'][l], g['Wqkv'][l])    # (N, E)
+        dx += norm_backward(dnormed, p['gain'][2*l], raw1, inv1, g['gain'][2*l])            # (N, E)
+    g['P'][:] = 0                                          # (T, E)
+    embedding_backward(dx, tree.position, g['P'])          # (T, E)
+    embedding_backward(dx, tree.X, g['C'])                 # (V, E)  2 of 2: the table as input
 
 
-BACKWARD = dict(mlp=mlp_backward, gpt=gpt_backward)
+# ---- Both models
+
+def gradient(config, p, batch, g, masks=None):
+    """Fill g with the gradient of the mean loss, by name; returns the loss and the activations."""
+    if config.get('backward') == 'steps':                  # train.py --backward steps
+        loss, acts = m.mlp_steps(p, batch.X, batch.Y)
+        gradients = mlp_steps_backward(p, batch.X, batch.Y, acts)
+        for name, dw in g.items():
+            dw[...] = gradients[name]
+    elif config['model'] == 'mlp':
+        loss, acts = m.mlp(config, p, batch)
+        mlp_backward(config, p, batch, acts, g)
+    else:
+        loss, acts = m.gpt(config, p, batch, masks)
+        gpt_backward(config, p, batch, acts, g, masks)
+    return loss, acts
 
 
-# ---- The proof: each gradient against the differences of the loss it claims to be of. Source: A.8.
+# ---- The gradient check. Source: A.8
 #
-# An error is measured against the largest gradient of its block, that along a direction against
-# their root mean square, and either against no less than FLOOR times the loss, whose rounding every
-# difference has. In single precision few digits are left: wider steps, and a wider tolerance.
+# A value is moved a little in both directions; the difference of the losses, over twice the
+# distance, is its gradient. This is done with every element of a block (a parameter, or an input of
+# a layer), and once with the whole block along a random direction. In float32 few digits of a
+# difference are left, so that the distance and the tolerance are larger.
 
-FLOOR = 1e-2
-STEP = {'float64': 3e-6, 'float32': 5e-3}
-TOLERANCE = {'float64': 1e-7, 'float32': 2e-2}
+DISTANCE = dict(float64=3e-6, float32=5e-3)
+TOLERANCE = dict(float64=1e-7, float32=2e-2)
 
 
-def error_along(loss, corners, w, dw, u):
-    """How far dw is from the difference of the loss along the direction u.
+def error_along(run, w, dw, direction):
+    """The error of dw along a direction: the slope by differences, and dw times the direction.
 
-    None if the input of a ReLU changed its sign in between: across its corner is no derivative.
+    run() gives the loss, and which inputs of activations are positive. If that changes on the way,
+    a ReLU has no derivative there, and None is returned.
     """
-    h, kept = STEP[w.dtype.name], w.copy()
-    w += h * u
-    above, sides = loss(), corners()
-    w[...] = kept - h * u
-    below, same = loss(), np.array_equal(sides, corners())
-    w[...] = kept
-    return abs((above - below) / (2*h) - (u * dw).sum()) if same else None
+    distance, before = DISTANCE[w.dtype.name], w.copy()
+    w += distance * direction
+    loss_above, positive_above = run()
+    w[...] = before - distance * direction
+    loss_below, positive_below = run()
+    w[...] = before
+    if not np.array_equal(positive_above, positive_below):
+        return None
+    return abs((loss_above - loss_below) / (2 * distance) - (dw * direction).sum())
 
 
-def prove(loss, blocks, rng, samples=None, corners=lambda: 0):
-    """A row for each block {name: (w, dw)}: name, shape, and two relative errors of dw.
+def prove(title, run, blocks, rng, samples=None):
+    """Print a row for each block {name: (w, dw)}; returns a list of bools, True if it is right.
 
-    The first is the largest of all elements (or of `samples` of them), the second that along one
-    random direction. `corners` tells on which side of its corner each ReLU is.
+    `element` is the largest error of all elements (or of some samples), over the largest gradient.
+    `along` is the error along a random direction, over the root mean square of the gradients.
+    Both divisors are at least 0.01 max(1, loss), because every difference has the rounding error of
+    the loss, even where the gradient is zero.
     """
-    rows, floor = [], FLOOR * max(1, abs(loss()))
+    right, floor = [], 0.01 * max(1, abs(run()[0]))
     for name, (w, dw) in blocks.items():
         places = rng.permutation(w.size)[:samples]
-        units = ((np.arange(w.size) == place).reshape(w.shape).astype(w.dtype) for place in places)
-        errors = [error_along(loss, corners, w, dw, u) for u in units]
-        worst = np.max([error for error in errors if error is not None], initial=0)
-        for _ in range(100):
-            u = rng.standard_normal(w.shape).astype(w.dtype)
-            along = error_along(loss, corners, w, dw, u / np.linalg.norm(u))
-            if along is not None:
-                break
-        else:
-            raise m.Refusal(f'd{name}: every direction crosses the corner of some ReLU')
-        rows.append((name, w.shape, worst / max(abs(dw).max(), floor),
-                     along / max(np.linalg.norm(dw) / sqrt(dw.size), floor)))
-    return rows
-
-
-def prove_layer(forward, inputs, given, filled, rng, dtype):
-    """Prove a layer and its twin, whose arguments fit together by their names: dX is of X.
-
-    `inputs` and `filled` are shapes of arrays, `given` are other arguments. The loss is what the
-    layer returns, or its output weighted by random numbers: these are then the gradient that
-    arrives. With ones that of batch norm would be zero, right or wrong.
-    """
-    twin = globals()[forward.__name__ + '_backward']
-    reads, twin_reads = (list(inspect.signature(layer).parameters) for layer in (forward, twin))
-    values = {name: rng.standard_normal(shape).astype(dtype) for name, shape in inputs.items()}
-    values |= {name: np.zeros(shape, dtype) for name, shape in filled.items()} | given
-    d = {name: np.zeros_like(values[name[1:]]) for name in twin_reads if name[1:] in values}
-    # dy comes first; at the loss itself nothing arrives
-    output = twin_reads[0][1:] if twin_reads[0] in d else None
-    weights = rng.standard_normal(np.shape(values.get(output))).astype(dtype)
-    if output:
-        d['d' + output][:] = weights
-
-    def run():
-        after = {name: np.copy(value) for name, value in values.items()}
-        result = forward(*(after[name] for name in reads))
-        return after, (weights * after[output]).sum() if output else result
-
-    after, _ = run()
-    twin(*(d[name] if name in d else after[name] for name in twin_reads))
-    blocks = {name: (values[name], d['d' + name]) for name in inputs}
-    return prove(lambda: run()[1], blocks, rng)
+        units = (np.eye(1, w.size, k=place).reshape(w.shape) for place in places)     # one 1
+        errors = [error_along(run, w, dw, unit) for unit in units]
+        element = np.max([error for error in errors if error is not None], initial=0)
+        along = None
+        while along is None:
+            direction = rng.standard_normal(w.shape).astype(w.dtype)
+            along = error_along(run, w, dw, direction / np.linalg.norm(direction))
+        element /= max(abs(dw).max(), floor)
+        along /= max(np.linalg.norm(dw) / sqrt(dw.size), floor)
+        right.append(element <= TOLERANCE[w.dtype.name] and along <= TOLERANCE[w.dtype.name])
+        print(f'{title:<14} {"d" + name:<8} {str(w.shape):<14} {element:>9.1e} {along:>9.1e}  '
+              f'{"ok" if right[-1] else "WRONG"}')
+        title = ''
+    return right
 
 
 def prove_layers(rng, dtype):
-    """(name, rows) of each layer, on sizes that are small and mostly different."""
-    X, Y = np.array([[1, 3], [3, 3], [0, 1]]), np.array([4, 0, 4])
-    # names of 3, 3, 1 and 2 rows: the first two have two rows in common
-    t, path = np.array([0, 1, 2, 2, 0, 0, 1]), np.array([0, 0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 5, 6])
-    mask = (rng.random((3, 5)) < 0.5) * dtype.type(2)
-    x, y = dict(x=(3, 5)), dict(s=(3, 5), y=(3, 5))
-    norm = dict(x=(3, 5), gain=(5,)), {}, dict(raw=(3, 5), rms_inv=(3,), std_inv=(3,), y=(3, 5))
-    for forward, inputs, given, filled in (
-            (m.embedding, dict(C=(5, 4)), dict(X=X), dict(emb=(3, 8))),
-            (m.linear, dict(x=(3, 5), W=(5, 4), b=(4,)), {}, dict(y=(3, 4))),
-            (m.batchnorm, dict(x=(3, 5), gain=(5,), bias=(5,)), {},
-             dict(raw=(3, 5), var_inv=(5,), y=(3, 5))),
-            (m.rmsnorm, *norm), (m.layernorm, *norm),
-            *((activation, x, {}, y) for activation in m.ACTIVATIONS.values()),
-            (m.softmax, dict(z=(5,)), {}, dict(probs=(5,))),
-            (m.attention, dict(qkv=(7, 18)), dict(t=t, path=path),
-             dict(weights=(2, 13), ctx=(7, 6))),
-            (m.residual, dict(x=(3, 5), branch=(3, 5)), dict(mask=mask), {}),
-            (m.head, dict(x=(3, 4), C=(5, 4)), {}, dict(logits=(3, 5))),
-            (m.cross_entropy, dict(logits=(3, 5)), dict(Y=Y), dict(probs=(3, 5)))):
-        yield forward.__name__, prove_layer(forward, inputs, given, filled, rng, dtype)
+    """Prove all layers, on random numbers; returns a list of bools, True for a right gradient.
 
-
-def run_model(config, p, batch, **masks):
-    """Forward and backward in new arrays: the loss as a function, and what was filled.
-
-    With `--backward steps` it is the column; the tests prove all values on its way, too.
+    The loss is the sum of a layer's output times random numbers dy, which are then its gradient.
+    (With ones instead, the gradient of batch norm would be zero, right or wrong.)
     """
-    kind, dtype = config['model'], p['C'].dtype
-    a, d = (m.arrays(m.ACTIVITY[kind](config, *m.sizes(batch)), dtype) for _ in range(2))
-    g = m.arrays(m.PARAMETERS[kind](config), dtype)
-    if config.get('backward') == 'steps':
-        return lambda: m.mlp_steps(p, *batch)[0], a, d, \
-            mlp_steps_backward(p, *batch, m.mlp_steps(p, *batch)[1])
+    right = []
 
-    def loss():
-        return m.FORWARD[kind](config, p, batch, a, **masks)
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
 
-    loss()
-    BACKWARD[kind](config, p, batch, a, d, g, **masks)
-    return loss, a, d, g
+    def check(title, layer, inputs, dy, **blocks):
+        def run():                      # prove() moves the arrays of `blocks`, which are inputs
+            outputs = layer(*inputs)
+            y = outputs[0] if isinstance(outputs, tuple) else outputs
+            return np.sum(dy * y), None                    # no x is near the corner of a ReLU
+        right.extend(prove(title, run, blocks, rng))
+
+    x, dy, gain, bias = normal(3, 5), normal(3, 5), normal(5), normal(5)
+    dgain, dbias = normal(5), normal(5)                    # a backward overwrites what is in there
+
+    C, dC, X, demb = normal(6, 2), np.zeros((6, 2), dtype), np.array([[1, 3], [3, 3]]), normal(2, 4)
+    embedding_backward(demb, X, dC)                        # adds to what is in dC
+    check('embedding', m.embedding, (C, X), demb, C=(C, dC))
+    W, b, dW, db, dlogits = normal(5, 4), normal(4), normal(5, 4), normal(4), normal(3, 4)
+    dx = linear_backward(dlogits, x, W, dW, db)
+    check('linear', m.linear, (x, W, b), dlogits, x=(x, dx), W=(W, dW), b=(b, db))
+    _, raw, inv = m.batchnorm(x, gain, bias)
+    dx = batchnorm_backward(dy, gain, raw, inv, dgain, dbias)
+    check('batchnorm', m.batchnorm, (x, gain, bias), dy,
+          x=(x, dx), gain=(gain, dgain), bias=(bias, dbias))
+    for name, activation in m.ACTIVATIONS.items():
+        dx = ACTIVATIONS_BACKWARD[name](dy, x, *activation(x))
+        check(name, activation, (x,), dy, x=(x, dx))
+    _, probs = m.cross_entropy(x, np.array([4, 0, 4]))
+    dx = cross_entropy_backward(probs, np.array([4, 0, 4]))
+    check('cross_entropy', m.cross_entropy, (x, np.array([4, 0, 4])), 1, logits=(x, dx))
+    for name, norm in m.NORMS.items():
+        _, raw, inv = norm(x, gain)
+        dx = NORMS_BACKWARD[name](dy, gain, raw, inv, dgain)
+        check(name, norm, (x, gain), dy, x=(x, dx), gain=(gain, dgain))
+    tree = m.gpt_batch(m.gpt_examples(['ab', 'ac', '', 'bca'], '\0abc', 4), np.arange(4))
+    qkv, dctx = normal(len(tree.X), 18), normal(len(tree.X), 6)
+    _, weights = m.attention(qkv, tree.position, tree.ancestors, 2)
+    dqkv = attention_backward(dctx, qkv, tree.position, tree.ancestors, weights)
+    check('attention', m.attention, (qkv, tree.position, tree.ancestors, 2), dctx, qkv=(qkv, dqkv))
+    return right
 
 
-def prove_model(config, batch, rng, dtype, samples=None):
-    """Rows for the parameters of a whole model, with the masks of its dropout held fixed."""
-    if config['model'] == 'gpt' and config['embd'] < 3:
-        raise m.Refusal(f"--embd {config['embd']}: a norm of fewer than 3 is too steep to prove")
-    masks = {'masks': m.dropout_masks(config, len(batch[0]), rng, dtype.type)} \
-        if config.get('dropout') else {}
+def prove_model(title, config, batch, rng, dtype, samples=None):
+    """Prove the parameters of a whole model, with the same dropout masks for every difference."""
+    masks = None
+    if config.get('dropout'):
+        # 0, or 1 / (1 - rate) = 2 at the rate of a half
+        masks = 2 * rng.integers(0, 2, (2*config['layers'], len(batch.X), config['embd']))
     p = m.make_parameters({**config, 'init': 'kaiming'}, rng, dtype)
-    for w in p.values():                # no gain 1, no bias 0, no branch small
+    for w in p.values():                # so that no gain is 1, no bias is 0, and no branch is small
         w += 0.3 * rng.standard_normal(w.shape)
-    loss, a, _, g = run_model(config, p, batch, **masks)
-    blocks = {name: (w, g[name]) for name, w in p.items()}
-    before = a['hpreact' if config['model'] == 'mlp' else 'up']
-    return prove(loss, blocks, rng, samples, lambda: before > 0 if 'relu' in config['act'] else 0)
+    g = {name: np.full_like(w, np.nan) for name, w in p.items()}
+    gradient(config, p, batch, g, masks)
+    unused = {name: np.empty_like(w) for name, w in p.items()}
+
+    def run():                          # only the loss is needed of what gradient() computes
+        loss, acts = gradient(config, p, batch, unused, masks)
+        return loss, [layer['hpreact'] > 0 for layer in acts.get('layers', [acts])]
+
+    return prove(title, run, {name: (w, g[name]) for name, w in p.items()}, rng, samples)
 
 
 # ---- python backward.py
 
-def print_rows(name, rows, dtype, file=None):
-    """Print the rows of a table; returns how many of them fail."""
-    failed = 0
-    for block, shape, worst, along in rows:
-        right = worst <= TOLERANCE[dtype.name] and along <= TOLERANCE[dtype.name]   # not if NaN
-        failed += not right
-        print(f'{name:<14} {"d" + block:<8} {str(shape):<14} {worst:>9.1e} {along:>9.1e}  '
-              f'{"ok" if right else "WRONG"}', file=file)
-        name = ''
-    return failed
-
-
-def show_batch():
-    """How much of the gradient comes through tanh, and which rows of C it reaches."""
-    print('\nOne batch of the MLP, 32 x 3 lookups in C:')
-    for init in 'naive', 'kaiming':
-        rng = np.random.default_rng(1)
-        config, vocabulary, examples = m.own_examples(dict(init=init, batchnorm=False), m.FLAGS)
-        X, Y = m.mlp_batch(examples, rng.integers(0, len(examples[1]), 32))
-        _, _, d, g = run_model(config, m.make_parameters(config, rng), (X, Y))
-        share = abs(d['hpreact']).mean() / abs(d['h']).mean()
-        print(f'  {share:.0%} of the gradient comes through tanh with --init {init}')
-    used, letters = abs(g['C']).sum(1) > 0, np.array(list('.' + vocabulary[1:]))  # '.': boundary
-    print('  rows with gradient ', ''.join(letters[used]))
-    print('  characters in batch', ''.join(letters[np.unique(X)]))
-    print(f'  {(~used).sum()} of {len(used)} rows are all zero')
-
-
-# What is proven of each kind: what is changed of the configuration, under which name.
-VARIANTS = dict(
-    mlp={'mlp_steps': dict(backward='steps'), 'mlp, no norm': dict(batchnorm=False), 'mlp': {}},
-    gpt={'gpt, dropout': dict(dropout=0.5), 'gpt': {}})
-
-small = dict(embd=(3, 8), hidden=(5, None), layers=(None, 2), heads=(None, 2))
-SMALL = {name: (read, metavar, *small.get(name, own), meaning)
-         for name, (read, metavar, *own, meaning) in m.FLAGS.items() if name != 'init'}
-
-
-@m.command
 def main(argv=None):
-    """Prove all layers and both models, or one of a kind that is typed; status 1 if one fails."""
-    parser = argparse.ArgumentParser(
-        'backward.py', description='Prove every gradient against differences of the loss.')
-    m.add_flags(parser, 'the model', SMALL)
-    parser.add_argument('--dtype', choices=TOLERANCE, default='float64',
-                        help='precision of the proof (float64)')
-    typed = vars(parser.parse_args(argv))
-    dtype, rng = np.dtype(typed.pop('dtype')), np.random.default_rng(1)
-    tables = list(prove_layers(rng, dtype))
-    for kind in [typed.get('model', 'mlp')] if typed else ('mlp', 'gpt'):
-        config, _, examples = m.own_examples({**typed, 'model': kind}, SMALL)
-        batch = m.BATCH[kind](examples, np.arange(20 if kind == 'mlp' else 3))
-        for name, change in VARIANTS[kind].items():
-            if name != 'mlp_steps' or config['batchnorm'] and config['act'] == 'tanh':
-                tables.append((name, prove_model({**config, **change}, batch, rng, dtype)))
+    """Prove all layers and both models; returns 1 if a gradient is wrong, else 0."""
+    parser = argparse.ArgumentParser(description='Compare every gradient with differences.')
+    parser.add_argument('--dtype', choices=TOLERANCE, default='float64', help='precision (float64)')
+    dtype, rng = getattr(np, parser.parse_args(argv).dtype), np.random.default_rng(1)
     print('layer or model gradient shape           element direction')
-    failed = sum(print_rows(name, rows, dtype) for name, rows in tables)
-    count = sum(len(rows) for _, rows in tables)
-    if not typed:
-        show_batch()
-    print(f'\n{count - failed} of {count} gradients are right to {TOLERANCE[dtype.name]:g} in '
-          f'{dtype}' + (f'; {failed} are WRONG' if failed else ''))
-    return int(failed > 0)
+    right = prove_layers(rng, dtype)
+    mlp, batch = m.first_batch(dict(m.MLP_DEFAULTS, embd=3, hidden=5), 20, rng)
+    right += prove_model('mlp_steps', {**mlp, 'backward': 'steps'}, batch, rng, dtype)
+    right += prove_model('mlp, no norm', {**mlp, 'batchnorm': False}, batch, rng, dtype)
+    right += prove_model('mlp', mlp, batch, rng, dtype)
+    gpt, tree = m.first_batch(dict(m.GPT_DEFAULTS, embd=8, layers=2, heads=2), 3, rng)
+    right += prove_model('gpt, dropout', {**gpt, 'dropout': 0.5}, tree, rng, dtype)
+    right += prove_model('gpt', gpt, tree, rng, dtype)
+
+    print('\nMLP without batch norm: how much of the gradient comes through tanh')
+    for sizes in dict(embd=10, hidden=64), dict(embd=2, hidden=100):
+        for init in 'naive', 'kaiming':
+            config, rng = dict(m.MLP_DEFAULTS, **sizes, init=init), np.random.default_rng(1)
+            config, batch = m.first_batch({**config, 'batchnorm': False}, 32, rng)
+            p = m.make_parameters(config, rng)
+            _, acts = m.mlp(config, p, batch)
+            dh = cross_entropy_backward(acts['probs'], batch.Y) @ p['W2'].T     # (N, H)
+            dhpreact = tanh_backward(dh, acts['hpreact'], acts['h'], None)      # (N, H)
+            print(f'  {sizes} {init:<7} {abs(dhpreact).mean() / abs(dh).mean():>4.0%}')
+    print(f'\n{sum(right)} of {len(right)} gradients are right to {TOLERANCE[dtype.__name__]:g}')
+    return int(not all(right))
 
 
 if __name__ == '__main__':

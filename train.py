@@ -1,66 +1,63 @@
-"""A language model from scratch, file 3 of 4: optimizers, batches, and the training loop.
+"""A language model from scratch, file 3 of 4: training, and all that is about files and runs.
 
-python train.py trains on data/names.txt, prints the losses and ten invented names, and leaves a
-checkpoint for sample.py.
+`python train.py` trains on data/names.txt, prints the losses and ten invented names, and saves a
+checkpoint, from which sample.py makes more names.
 """
 import argparse
 import contextlib
-import glob
+import hashlib
 import importlib.util
+import json
 import math
+import multiprocessing
 import os
 import random
-import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import unicodedata
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 
 import model as m
 import backward
-from model import Refusal, kernel, number, one_of
+from model import kernel
 
 import numpy as np
 from tqdm import tqdm
 
-# ---- Optimizers: w (size,) takes a step against its gradient dw, the t-th one
+
+# ---- Optimizers. Source: A.7
 #
-# moments (k,size) is what an optimizer remembers of the gradients before.
+# The parameters w (size,) take the t-th step against their gradient dw (size,). moments has 0, 1 or
+# 2 rows (size,), which hold what an optimizer remembers of the gradients before.
 
-
-@kernel
 def sgd(w, dw, moments, lr, t):
-    """w -= lr dw. Source: A.7."""
-    rate = w.dtype.type(lr)
-    for i in range(len(w)):
-        w[i] -= rate * dw[i]
+    """w = w - lr dw."""
+    w -= lr * dw                                           # (size,)
 
 
-@kernel
 def momentum(w, dw, moments, lr, t):
-    """v = 0.9 v + dw, w -= lr v. Source: A.7."""
-    rate, beta = w.dtype.type(lr), w.dtype.type(0.9)
-    v = moments[0]
-    for i in range(len(w)):
-        v[i] = beta * v[i] + dw[i]
-        w[i] -= rate * v[i]
+    """v = 0.9 v + dw, w = w - lr v."""
+    v = moments[0]                                         # (size,)
+    v[:] = 0.9 * v + dw                                    # (size,)
+    w -= lr * v                                            # (size,)
 
 
 @kernel
 def adam(w, dw, moments, lr, t):
-    """Means of the gradient and of its square, corrected for their start at zero. Source: A.7."""
+    """Running means of the gradient and of its square, both corrected for their start at zero."""
     one, beta1, beta2 = w.dtype.type(1), w.dtype.type(0.9), w.dtype.type(0.999)
-    rate = w.dtype.type(lr / (1 - 0.9**t))                 # the corrections are the same for all,
-    unbias = w.dtype.type(1 / (1 - 0.999**t))              # so they are taken out of the loop
-    eps = w.dtype.type(1e-8)
+    lr1, eps = w.dtype.type(lr / (1 - 0.9**t)), w.dtype.type(1e-8)
+    correction2 = w.dtype.type(1 / (1 - 0.999**t))
     mean, square = moments[0], moments[1]
     for i in range(len(w)):
         mean[i] = beta1 * mean[i] + (one - beta1) * dw[i]
         square[i] = beta2 * square[i] + (one - beta2) * dw[i] * dw[i]
-        w[i] -= rate * mean[i] / (math.sqrt(square[i] * unbias) + eps)
+        w[i] -= lr1 * mean[i] / (math.sqrt(square[i] * correction2) + eps)
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
@@ -68,464 +65,555 @@ MOMENTS = dict(adam=2, momentum=1, sgd=0)
 
 
 def learning_rate(config, step):
-    """Up from a hundredth in the first twentieth of the run, then straight down to zero."""
+    """Linear warm-up from 1 % over the first twentieth of the run, then linear decay to zero."""
     done = step / config['steps']
-    return config['lr'] * min(20*done + 0.01, (1 - done) / 0.95)
+    warmup, decay = 0.01 + done / 0.05, (1 - done) / 0.95  # both are about 1 at a twentieth
+    return config['lr'] * min(warmup, decay)
 
 
-# ---- Data
+# ---- Errors and messages
 
-def say(line):
-    """A line for whoever is at the terminal; that nobody is must not stop a run."""
-    with contextlib.suppress(OSError):
-        tqdm.write(line, file=sys.stderr)
+class UserError(Exception):
+    """Something that the user can change; the text is one sentence that says what."""
+
+
+def log(line):
+    """Print a line on standard error, above the progress bar."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def command(main):
+    """Make main(argv) print in UTF-8, and turn errors into one sentence and an exit status."""
+    def run(argv=None):
+        for stream in sys.stdout, sys.stderr:
+            if hasattr(stream, 'reconfigure'):             # a notebook's stream has no such method
+                stream.reconfigure(encoding='utf-8', errors='backslashreplace')
+        try:
+            status = main(argv) or 0
+            sys.stdout.flush()
+            return status
+        except KeyboardInterrupt:
+            log('interrupted')
+            return 130
+        except BrokenPipeError:         # as with `| head`: whoever reads has read enough
+            sys.stdout = None           # or Python would fail to flush it at exit
+            return 0
+        except (UserError, OSError, MemoryError) as error:
+            log(f'{Path(sys.argv[0]).name}: {str(error) or "not enough memory"}')
+            return 2
+    return run
+
+
+# ---- Data: one word a line of a UTF-8 text
+
+def read_lines(path):
+    """The lines of a UTF-8 text, in NFC and without spaces at their ends, and the file's sha256."""
+    raw = Path(path).read_bytes()
+    try:
+        text = raw.decode('utf-8').removeprefix('\ufeff')
+    except UnicodeDecodeError as error:
+        encoding = 'UTF-16' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else 'LATIN1'
+        raise UserError(f'{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; '
+                        f'convert it, e.g. iconv -f {encoding} -t UTF-8')
+    if '\0' in text:
+        raise UserError(f'{path} is not a text file: it has a NUL byte')
+    text = unicodedata.normalize('NFC', text).replace('\r\n', '\n').replace('\r', '\n')
+    return [line.strip(' \t') for line in text.split('\n')], hashlib.sha256(raw).hexdigest()
 
 
 def split(words):
-    """Train, dev and test: 80, 10 and 10 % of the words in an order that is always the same.
-
-    A part that would be empty, of a tiny list, is the whole list.
-    """
+    """Train, dev, test: 80, 10 and 10 % of the shuffled words, or all where that would be none."""
     words = words.copy()
     random.Random(42).shuffle(words)
-    n1, n2 = int(0.8 * len(words)), int(0.9 * len(words))
-    return words[:n1] or words, words[n1:n2] or words, words[n2:] or words
+    end1, end2 = int(0.8 * len(words)), int(0.9 * len(words))
+    return words[:end1] or words, words[end1:end2] or words, words[end2:] or words
 
 
-def read_words(config):
-    """The words of the data that fit, all and by part, and the vocabulary; says what was found."""
-    path = config['data'] or m.DATA
-    lines, config['sha256'] = m.read_lines(path)
-    words = [line for line in lines if line]
-    limit = config['max_len']
-    if config['model'] == 'gpt' and config['context']:
-        limit = min(limit, config['context'] - 1)
-    used = [word for word in words if len(word) <= limit]
-    if not used:
-        raise Refusal(f'{path} has no word of at most {limit} characters: see --max-len, --context'
-                      if words else f'{path} has no words: give a text file, one word a line')
-    vocabulary = m.make_vocabulary(used)
-    config['longest'] = max(map(len, used))
-    train, dev, test = split(used)
-    distinct, known = len(set(used)), set(train)
-    seen = sum(word in known for word in dev) / len(dev)
-    say(f'{path}: {len(lines) - (not lines[-1])} lines, {len(used)} words used')
-    say(f'{distinct} distinct, {len(used) - distinct} duplicates, longest {config["longest"]}, '
-        f'{len(vocabulary) - 1} characters')
-    say(f'{seen:.0%} of the dev words are in train too')
-    if len(used) < len(words):
-        say(f'skipped {len(words) - len(used)} words longer than {limit} characters '
-            '(see --max-len and --context)')
-    columns = re.compile(r'\t|[,;](?=\S)')
-    table = [i for i, line in enumerate(lines, 1) if not line.isalpha() and columns.search(line)]
-    if table:
-        more = f' (and {len(table) - 1} more)' if table[1:] else ''
-        say(f'warning: line {table[0]} looks like a row of a table{more}; it is learnt as it is')
-    # `sample`: as much of train as dev has, for the evaluations on the way
-    return dict(all=used, train=train, dev=dev, test=test, sample=train[:len(dev)]), vocabulary
+def read_words(path, limit):
+    """The words of at most `limit` characters, and the file's sha256; logs what was found."""
+    lines, sha256 = read_lines(path)
+    found = [line for line in lines if line]
+    words = [word for word in found if len(word) <= limit]
+    if not words:
+        raise UserError(f'{path} has no word of 1 to {limit} characters, one a line: see --max-len')
+    train, dev, _ = split(words)
+    known, distinct = set(train), len(set(words))
+    log(f'{path}: {len(words)} words, {distinct} of them distinct, longest {max(map(len, words))}, '
+        f'{len(set().union(*words))} characters')
+    log(f'{sum(word in known for word in dev) / len(dev):.0%} of the dev words are in train too')
+    if len(words) < len(found):
+        log(f'skipped {len(found) - len(words)} words of more than {limit} characters')
+    if sum('\t' in word or ',' in word or ';' in word for word in words) > len(words) / 2:
+        log('warning: this looks like a table; each line is learnt as one word')
+    return words, sha256
 
 
-# Seeds of independent generators: what they are for, --seed, and then epoch, step or thread.
-FIRST_VALUES, ORDER, DROPOUT, NAMES = range(4)
+# Random generators have tuples as seeds: (FIRST_VALUES, seed), (ORDER, seed, epoch),
+# (DROPOUT, seed, step, shard) and (INVENT, seed, step), where seed is --seed.
+FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
-def batches(config, examples, step):
-    """The batches from the given step on, each in one share for each thread.
+def batches(config, examples, step, shards=1, k=0):
+    """The batches from a step on. Those of the GPT are split into shards, of which it is the k-th:
+    the MLP has one process.
 
-    The order of an epoch comes from the seed and its number alone, so that going on after an
-    interruption needs no stored generator. 64 batches of the MLP are cut out of the data at once.
+    Their order depends on the seed and the epoch alone, so that a resumed run gets the same ones.
     """
-    n, kind = len(examples[1]), config['model']
-    size = min(config['batch'], n)
+    size = min(config['batch'], len(examples))
     while True:
-        epoch, begin = divmod(step, n // size)
-        order = np.random.default_rng((ORDER, config['seed'], epoch)).permutation(n)
-        order = order[:n // size * size].reshape(-1, size)
-        for i in range(begin, len(order), 64):
-            block = order[i:i + 64]
-            if kind == 'mlp':
-                yield from ([share] for share in zip(*m.mlp_batch(examples, block)))
+        epoch, taken = divmod(step, len(examples) // size)              # taken in this epoch
+        rng = np.random.default_rng((ORDER, config['seed'], epoch))
+        order = rng.permutation(len(examples))
+        if config['model'] == 'mlp':
+            X, Y = m.mlp_batch(examples, order)            # of the whole epoch, for speed
+        for begin in range(taken * size, len(order) - size + 1, size):
+            end = begin + size
+            step += 1
+            if config['model'] == 'mlp':
+                yield m.MLPBatch(X[begin:end], Y[begin:end])
             else:
-                for chosen in np.sort(block):   # neighbours have beginnings in common
-                    shares = np.array_split(chosen, min(config['threads'], size))
-                    yield [m.gpt_batch(examples, share) for share in shares]
-        step += len(order) - begin
+                chosen = np.sort(order[begin:end])         # words that begin alike share a shard
+                yield m.gpt_batch(examples, np.array_split(chosen, shards)[k])
 
 
-# ---- One step
-#
-# A run is a dict: config, state, examples by part of the data, the pool of threads, the parameters
-# as `flat` and as `p`, and for each thread a room: the activations a, d for their gradients, and g
-# for those of the parameters. It is kept in the file `out`, which holds the step `kept` and whose
-# which() is `file`: None before there is one.
+# ---- A run and its steps
 
-def new_run(state, examples, pool, out=None, file=None):
-    """A run that goes on from a state; the state's latest parameters become views of its `flat`."""
-    config, latest = state['config'], state['latest']
-    shapes = m.PARAMETERS[config['model']](config)
-    flat = np.concatenate([w.ravel() for w in latest['p'].values()])            # (size,)
-    latest['p'] = m.views(shapes, flat)
-    flat_gs = np.zeros((config.get('threads', 1), len(flat)), flat.dtype)       # (threads, size)
-    rooms = [dict(flat_g=flat_g, g=m.views(shapes, flat_g)) for flat_g in flat_gs]
-    return dict(config=config, state=state, examples=examples, pool=pool, flat=flat,
-                p=latest['p'], rooms=rooms, out=out, file=file, kept=state['step'])
+@dataclass
+class Run:
+    """A training run: what a checkpoint keeps."""
+    config: dict            # sizes and choices: the user's, over DEFAULTS
+    vocabulary: str
+    p: dict                 # the parameters by name
+    moments: np.ndarray     # (0 to 2, size)  what the optimizer remembers
+    best: m.Model           # a copy of the model with the lowest dev loss
+    step: int = 0           # how many steps were taken
+    history: list = field(default_factory=list)            # of (step, train loss, dev loss)
 
-
-def make_room(config, room, *sizes):
-    """Lay out room['a'] and room['d'] for a batch, in vectors that grow if need be."""
-    if room.get('sizes') != sizes:
-        shapes = m.ACTIVITY[config['model']](config, *sizes)
-        size = sum(map(math.prod, shapes.values()))
-        if size > len(room.get('flat_a', ())):
-            room['flat_a'], room['flat_d'] = np.empty((2, size), np.float32)
-        room.update(sizes=sizes, a=m.views(shapes, room['flat_a']),
-                    d=m.views(shapes, room['flat_d']))
+    def best_step(self):
+        """The step of the lowest dev loss; 0 before the first evaluation."""
+        return int(min(self.history, key=lambda row: row[2])[0]) if self.history else 0
 
 
-def gradient(run, share, step, thread, total):
-    """A share's part in the mean loss of all predictions; its thread's g gets the gradient."""
-    config, p, room = run['config'], run['p'], run['rooms'][thread]
-    kind, masks = config['model'], {}
-    if config.get('backward') == 'steps':
-        loss, a = m.mlp_steps(p, *share)
-        d = backward.mlp_steps_backward(p, *share, a)
-        for name, g in room['g'].items():
-            g[...] = d[name]
-        return loss                     # the MLP has one share
-    make_room(config, room, *m.sizes(share))
+SIGNALS = signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else [])
+
+
+def dropout_masks(config, N, rng):
+    """Masks for gpt(): 0 with the probability of the dropout rate, otherwise 1 / (1 - rate)."""
+    kept = rng.random((2*config['layers'], N, config['embd']), np.float32) >= config['dropout']
+    return kept * np.float32(1 / (1 - config['dropout']))  # (2*L, N, E)
+
+
+def shard_gradient(config, p, shard, g, step, k=0):
+    """Fill g with the gradient of the mean loss of the k-th shard; returns that loss."""
+    masks = None
     if config.get('dropout'):
-        rng = np.random.default_rng((DROPOUT, config['seed'], step, thread))
-        masks['masks'] = m.dropout_masks(config, len(share[0]), rng)            # (2*L, N, E)
-    loss = m.FORWARD[kind](config, p, share, room['a'], **masks)
-    backward.BACKWARD[kind](config, p, share, room['a'], room['d'], room['g'], **masks)
-    part = len(share[1]) / total
-    if part < 1:
-        room['flat_g'] *= part
-    return loss * part
+        rng = np.random.default_rng((DROPOUT, config['seed'], step, k))
+        masks = dropout_masks(config, len(shard.X), rng)
+    return backward.gradient(config, p, shard, g, masks)[0]
 
 
-def train_step(run, shares, step):
-    """Take a step on a batch, given in shares; returns its loss before the step."""
-    config, rooms, pool = run['config'], run['rooms'], run['pool']
-    total = sum([len(share[1]) for share in shares])
-    others = [pool.submit(gradient, run, share, step, thread, total)
-              for thread, share in enumerate(shares[1:], 1)]
-    loss, g = gradient(run, shares[0], step, 0, total), rooms[0]['flat_g']      # (size,)
-    for other, room in zip(others, rooms[1:]):
-        loss += other.result()
-        g += room['flat_g']                                                     # (size,)
-    lr = learning_rate(config, step)
+def work(connection, others, config, examples, step, memory, processes, k):
+    """What process k does: at each message it computes its shard, and answers with the loss.
+
+    `memory` is shared by all processes: the parameters, then a gradient for each process.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)              # process 0 handles them
+    # A forked process inherits the ends of the pipes that belong to process 0, which started it. As
+    # long as one is open, recv() would wait for ever if process 0 has died.
+    for other in others:
+        other.close()
+    shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
+    p = m.views(m.parameter_shapes(config), shared[0])
+    g = m.views(m.parameter_shapes(config), shared[k + 1])
+    with contextlib.suppress(EOFError, ConnectionError):   # process 0 has ended
+        for shard in batches(config, examples, step, processes, k):
+            connection.recv()
+            connection.send((shard_gradient(config, p, shard, g, step, k), len(shard.Y)))
+            step += 1
+
+
+@contextlib.contextmanager
+def start_processes(config, examples, step, memory, processes):
+    """Within this context processes 1, 2, ... are at work; it gives a connection to each."""
+    connections = []
+    try:
+        for k in range(1, processes):
+            connection, theirs = multiprocessing.Pipe()
+            connections.append(connection)
+            multiprocessing.Process(target=work, daemon=True, args=(
+                theirs, connections, config, examples, step, memory, processes, k)).start()
+            theirs.close()
+        yield connections
+    except (EOFError, ConnectionError):                    # of send() and recv() in train_step
+        raise UserError('a process of this run has died; --resume goes on from the last checkpoint')
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def train_step(run, shard, flat, flat_g, g, connections):
+    """Take a step on a batch, of which `shard` is the first shard; returns its mean loss.
+
+    flat (size,) are the parameters, flat_g (processes,size) the gradients of all shards; g has the
+    arrays in flat_g[0] by name.
+    """
+    config, dw = run.config, flat_g[0]
+    lr = learning_rate(config, run.step)
+    for connection in connections:
+        connection.send(None)
+    loss = shard_gradient(config, run.p, shard, g, run.step)
+    if connections:                     # a shard counts by its number of predictions
+        answers = [(loss, len(shard.Y)), *(connection.recv() for connection in connections)]
+        losses, counts = zip(*answers)
+        weights = np.divide(counts, sum(counts), dtype=np.float32)              # (processes,)
+        loss, dw = weights @ losses, weights @ flat_g                           # () (size,)
     if config['weight_decay']:
-        for name, w in run['p'].items():
-            if name[0].isupper():       # matrices; gains and biases are left alone
+        for name, w in run.p.items():
+            if name[0].isupper():       # matrices only, no gains and biases
                 w *= 1 - lr * config['weight_decay']
-    OPTIMIZERS[config['optimizer']](run['flat'], g, run['state']['moments'], lr, step + 1)
+    run.step += 1
+    OPTIMIZERS[config['optimizer']](flat, dw, run.moments, lr, run.step)
     return loss
 
 
 # ---- Evaluation
 
-def evaluate(model, examples, pool):
-    """Mean loss over all of the examples, in nats a character, each word's end included."""
-    kind, n = model['config']['model'], len(examples[1])
-    size = 4096 if kind == 'mlp' else 32
-
-    def block(begin):
-        batch = m.BATCH[kind](examples, slice(begin, begin + size))
-        return m.predict(model, batch)[0] * len(batch[1]), len(batch[1])
-
-    losses, rows = zip(*pool.map(block, range(0, n, size)))
-    return sum(losses) / sum(rows)
-
-
-def sample(model, step, n):
-    """Names from a generator of their own, so that training does not depend on them."""
-    return m.generate(model, n, np.random.default_rng((NAMES, model['config']['seed'], step)))
+def batchnorm_statistics(p, examples):
+    """The mean and the variance of hprebn over all examples, in blocks to save memory."""
+    total, squares, N = 0, 0, len(examples)
+    for begin in range(0, N, 4096):
+        emb = m.embedding(p['C'], examples[begin:begin + 4096, :-1])            # (4096, T*E)
+        hprebn = m.linear(emb, p['W1'], p['b1'])                                # (4096, H)
+        total = total + hprebn.sum(0, dtype=np.float64)                         # (H,)
+        squares = squares + np.square(hprebn, dtype=np.float64).sum(0)          # (H,)
+    mean = total / N                                                            # (H,)
+    var = np.maximum(squares - N * mean**2, 0) / (N - 1)                        # (H,)
+    return dict(bnmean=mean.astype(p['C'].dtype), bnvar=var.astype(p['C'].dtype))
 
 
-# ---- The run
+def evaluate(model, examples):
+    """The mean loss of a model over all examples, in nats a character."""
+    total, count = 0, 0
+    size = 4096 if model.config['model'] == 'mlp' else 64  # small enough for the caches
+    for begin in range(0, len(examples), size):
+        chosen = np.arange(begin, min(begin + size, len(examples)))
+        batch = m.BATCH[model.config['model']](examples, chosen)
+        total += m.predict(model, batch)[0] * len(batch.Y)
+        count += len(batch.Y)
+    return total / count
 
-def keep(run, evaluating):
-    """Evaluate if asked to, refuse what is not finite, and save the state."""
-    state, config, examples = run['state'], run['config'], run['examples']
-    latest, losses = state['latest'], []
-    if config.get('batchnorm'):
-        latest['statistics'] = m.batchnorm_statistics(latest['p'], examples['train'])
-    if evaluating:
-        losses = [evaluate(latest, examples[part], run['pool']) for part in ('sample', 'dev')]
-    for array in (run['flat'], state['moments'], losses, *latest['statistics'].values()):
-        if not np.isfinite(array).all():
-            raise FloatingPointError
-    if evaluating:
-        if losses[1] < min([dev for _, _, dev in state['history']], default=math.inf):
-            state['best_step'] = state['step']
-        state['history'].append((state['step'], *losses))
-    if state['best_step'] in (-1, state['step']):          # -1: nothing was evaluated yet
-        state['best'] = {**latest, 'p': {name: w.copy() for name, w in latest['p'].items()}}
-    out = run['out']
+
+def invent(model, step, n):
+    """n words, from a generator of their own, so that training does not depend on them."""
+    return m.generate(model, n, np.random.default_rng((INVENT, model.config['seed'], step)))
+
+
+# ---- Checkpoints: one .npz file, without pickled objects
+
+FORMAT = 2
+
+
+def save(path, run):
+    """Write a checkpoint; whatever happens, `path` has either the whole old file or the new one."""
+    arrays = dict(
+        format=FORMAT, config=json.dumps(run.config, ensure_ascii=False), vocabulary=run.vocabulary,
+        step=run.step, history=np.reshape(run.history, (-1, 3)), moments=run.moments)
+    arrays |= {f'latest.{name}': w for name, w in run.p.items()}
+    arrays |= {f'best.{name}': w for name, w in {**run.best.p, **run.best.statistics}.items()}
     try:
-        run['out'], run['file'], moved = m.save(out, state, run['file'])
-    except Refusal as error:            # a full disk, for one
-        say(str(error))
-        if evaluating and state['step'] < config['steps']:
-            return                      # there will be another time
-        out = os.path.join(tempfile.gettempdir(), os.path.basename(out))
-        run['out'], run['file'], moved = m.save(out, state)
-    run['kept'] = state['step']
-    if moved:
-        say(f'what stood in {out} is {moved} now')
-    if run['out'] != out:
-        say(f"another file stands in {out} now: this run is kept in {run['out']} from here on")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(f'{path}.tmp', 'wb') as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())     # on the disk before it takes the old file's place
+        os.replace(f'{path}.tmp', path)
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}')
 
 
-def train(run):
-    """Train to the end of the plan, or to a signal; returns steps a second and that signal."""
-    config, state = run['config'], run['state']
-    first, steps, every = state['step'], config['steps'], config['eval_every']
-    signals, smooth, begun = [], 0, time.perf_counter()
-
-    def is_due(step):
-        return step == steps or every and step and step % every == 0
-
-    def milestone():
-        nonlocal begun
-        paused = time.perf_counter()
-        keep(run, True)
-        step, train_loss, dev_loss = state['history'][-1]
-        left = (steps - step) * (time.perf_counter() - begun) / max(step - first, 1)
-        say(f"step {step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  {left:>4.0f} s left  "
-            f"{' '.join(sample(state['latest'], step, 3))}")
-        begun += time.perf_counter() - paused
-
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        handled.append(signal.SIGHUP)   # a terminal that closes, and no nohup
-    before = [signal.signal(number, lambda number, _: signals.append(number)) for number in handled]
-    bar = tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
-               disable=not sys.stderr.isatty(), dynamic_ncols=True)
+def load(path):
+    """The Run in a checkpoint."""
     try:
-        if is_due(first) and first not in [step for step, _, _ in state['history']]:
-            milestone()                 # it was due when the run was interrupted
-        for step, shares in zip(bar, batches(config, run['examples']['train'], first)):
-            loss = train_step(run, shares, step)
-            if not math.isfinite(loss):
-                raise FloatingPointError
-            state['step'] = step + 1
-            smooth += (loss - smooth) / min(step - first + 1, 200)
-            if step == first:
-                begun = time.perf_counter()                # the first step may have compiled
-            if step % 100 == 0:
-                bar.set_postfix_str(f'loss {smooth:.3f}', refresh=False)
-            if signals:
-                keep(run, False)
-                break
-            if is_due(step + 1):
-                milestone()
-        seconds = time.perf_counter() - begun
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        if arrays['format'] != FORMAT:
+            raise ValueError(f'its format is not {FORMAT}')
+        config, vocabulary = json.loads(str(arrays['config'])), str(arrays['vocabulary'])
+        shapes = m.parameter_shapes(config)
+        latest = {name: arrays[f'latest.{name}'] for name in shapes}
+        best = {name: arrays[f'best.{name}'] for name in shapes}
+        statistics = {name: arrays[f'best.{name}'] for name in ('bnmean', 'bnvar')
+                      if f'best.{name}' in arrays}
+        for name, w in [*latest.items(), *best.items()]:
+            if w.shape != shapes[name] or not np.isfinite(w).all():
+                raise ValueError(f'{name} has a wrong shape or is not finite')
+        size = sum(w.size for w in latest.values())
+        if arrays['moments'].shape != (MOMENTS[config['optimizer']], size):
+            raise ValueError('moments has a wrong shape')
+        best = m.Model(config, vocabulary, best, statistics)
+        return Run(config, vocabulary, latest, arrays['moments'], best, int(arrays['step']),
+                   arrays['history'].tolist())
+    except Exception as error:          # a file that is missing, damaged or something else
+        raise UserError(f'cannot use {path} as a checkpoint: {error}')
+
+
+def move_aside(path):
+    """Rename a file mlp.npz, if there is one, to the first free one of mlp.1.npz, mlp.2.npz, ..."""
+    base, end = os.path.splitext(path)
+    names = (f'{base}.{i}{end}' for i in count(1))
+    if os.path.exists(path):
+        free = next(name for name in names if not os.path.exists(name))
+        os.rename(path, free)
+        log(f'moved the old {path} to {free}')
+
+
+# ---- The loop
+
+def evaluate_run(run, examples):
+    """Add an evaluation to the history, keep the model if it is the best so far, and log it.
+
+    examples is a dict by split, where train_part is as many random words of train as dev has.
+    Raises UserError if a loss is not finite.
+    """
+    statistics = {}
+    if run.config.get('batchnorm'):
+        statistics = batchnorm_statistics(run.p, examples['train'])
+    model = m.Model(run.config, run.vocabulary, run.p, statistics)
+    train_loss, dev_loss = (evaluate(model, examples[part]) for part in ('train_part', 'dev'))
+    if not math.isfinite(train_loss + dev_loss):
+        raise UserError(f'the loss is not finite at step {run.step}: start again with a lower --lr')
+    run.history.append((run.step, train_loss, dev_loss))
+    if run.best_step() == run.step:     # this dev loss is the lowest
+        run.best = model._replace(p={name: w.copy() for name, w in run.p.items()})
+    log(f'step {run.step:>6}  train {train_loss:.4f}  dev {dev_loss:.4f}  '
+        + ' '.join(invent(model, run.step, 3)))
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """Within this context a signal to stop (Ctrl-C is one) is only noted in the list it gives."""
+    caught, before = [], {}
+    if threading.current_thread() is threading.main_thread():               # others cannot do this
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:                  # as SIGHUP under nohup
+                before[number] = signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield caught
     finally:
-        bar.close()
-        for number, handler in zip(handled, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
-    return max(state['step'] - first - 1, 0) / max(seconds, 1e-9), signals
 
 
-def plot(state, words, path):
-    """Draw the losses, and the embedding as a map of characters, into a picture file."""
+def train(run, examples, out):
+    """Train to the last step or a signal, and save to `out`; returns the signals."""
+    config, begun, smooth = run.config, run.step, 0.
+    steps, every = config['steps'], config['eval_every'] or config['steps']
+    shapes, size = m.parameter_shapes(config), sum(w.size for w in run.p.values())
+    processes = min(config.get('processes', 1), config['batch'], len(examples['train']))
+    # All processes share this memory: the parameters, and a gradient for each process.
+    memory = multiprocessing.RawArray('f', (processes + 1) * size)
+    shared = np.frombuffer(memory, np.float32).reshape(processes + 1, size)
+    flat, flat_g = shared[0], shared[1:]                   # (size,) (processes, size)
+    flat[:] = np.concatenate([w.ravel() for w in run.p.values()])               # (size,)
+    run.p, g = m.views(shapes, flat), m.views(shapes, flat_g[0])
+    # The first gradient compiles the kernels, before other processes start and need them.
+    shard_gradient(config, run.p, next(batches(config, examples['train'], begun)), g, begun)
+    arguments = config, examples['train'], begun, memory, processes
+    with (caught_signals() as signals, start_processes(*arguments) as connections,
+          tqdm(range(begun, steps), initial=begun, total=steps, unit='step', leave=False,
+               disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar,
+          np.errstate(all='ignore')):
+        for _, shard in zip(bar, batches(config, examples['train'], begun, processes)):
+            loss = train_step(run, shard, flat, flat_g, g, connections)
+            smooth += (loss - smooth) / min(run.step - begun, 200)              # a running mean
+            if run.step % 100 == 0:
+                bar.set_description(f'loss {smooth:.3f}', refresh=False)
+            due = run.step % every == 0 or run.step == steps
+            if due or not math.isfinite(loss):             # for which evaluate_run() raises
+                evaluate_run(run, examples)
+            if due or signals:
+                try:
+                    save(out, run)
+                except UserError as error:                 # a full disk, for example
+                    if signals or run.step == steps:
+                        raise
+                    log(f'{error}; the next evaluation tries again')
+            if signals:
+                break
+    return signals
+
+
+def plot(run, path):
+    """Draw the losses, and the embedding as a map of the characters, into a picture file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.5), layout='constrained')
     left, right = figure.subplots(1, 2)
-    history = np.array(state['history'])
+    history = np.array(run.history)                                             # (evaluations, 3)
     left.plot(history[:, 0], history[:, 1:], '.-', label=['train', 'dev'])
     left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
     left.legend()
-    C = state['best']['p']['C']                                                 # (V, E)
+    C = run.best.p['C']                                                         # (V, E)
     centred = C - C.mean(0)                                                     # (V, E)
     _, spread, directions = np.linalg.svd(centred, full_matrices=False)
     places = np.zeros((len(C), 2))                                              # (V, 2)
-    places[:, :len(directions)] = centred @ directions[:2].T
+    places[:, :len(directions)] = centred @ directions[:2].T           # only one if E is 1
     right.scatter(*places.T, s=0)                          # texts alone would set no limits
-    text = ''.join(words)
-    for character, place in zip('↵' + state['vocabulary'][1:], places):
-        rare = character in text and text.count(character) < 0.01 * len(text)
-        right.text(*place, character, ha='center', va='center', color='red' if rare else 'black')
-    share = (spread[:2]**2).sum() / (spread**2).sum()
-    right.set(xlabel='first principal direction', ylabel='second',
-              title=f'Embedding: {share:.0%} of its spread\n'
-                    '"↵" is the boundary, red are characters below 1 %')
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise Refusal(f'cannot draw {path}: {m.reason(error)}; the run is kept, '
-                      'and --resume --plot draws it')
+    for character, place in zip('↵' + run.vocabulary[1:], places):
+        right.text(*place, character, ha='center', va='center')
+    explained = (spread[:2]**2).sum() / (spread**2).sum()
+    title = f'Embedding: {explained:.0%} of its variance; "↵" is the boundary token'
+    right.set(xlabel='first principal direction', ylabel='second', title=title)
+    figure.savefig(path)
 
 
 # ---- The command line
 
-TRAINING = dict(
-    data=(str, 'FILE', '', '', 'UTF-8 text, one word a line; default data/names.txt'),
-    max_len=(number(int, 1, 2**16 - 1), 'N', 100, 100, 'skip longer words'),
-    steps=(number(int, 0), 'N', 110000, 4000, 'steps to train'),
-    batch=(number(int, 1), 'N', 32, 64, 'characters or names in a step'),
-    lr=(number(float, 0), 'F', 0.002, 0.003, 'highest learning rate'),
-    optimizer=(one_of(*OPTIMIZERS), 'NAME', 'adam', 'adam', ', '.join(OPTIMIZERS)),
-    weight_decay=(number(float, 0), 'F', 0., 0.1, 'decoupled, of matrices, as in AdamW'),
-    dropout=(number(float, 0, 0.99), 'F', None, 0., 'share of each branch that is dropped (gpt 0)'),
-    seed=(number(int, 0), 'N', 1, 1, 'for first values, order and dropout'),
-    eval_every=(number(int, 0), 'N', 0, 0, 'evaluate every N steps, 0: only at the end (steps/10)'),
-    backward=(one_of('fused', 'steps'), 'WAY', 'fused', None, 'steps: one operation a line'),
-    threads=(number(int, 1, 64), 'N', None, min(2, os.cpu_count() or 1), 'threads for a batch'))
-ALL_FLAGS = {**m.FLAGS, **TRAINING}
+TRAINING_DEFAULTS = dict(data=None, max_len=100, optimizer='adam', seed=1, eval_every=None)
+DEFAULTS = dict(
+    mlp={**m.MLP_DEFAULTS, **TRAINING_DEFAULTS, 'steps': 110000, 'batch': 32, 'lr': 0.002,
+         'weight_decay': 0., 'backward': 'layers'},
+    gpt={**m.GPT_DEFAULTS, **TRAINING_DEFAULTS, 'context': None, 'steps': 4000, 'batch': 64,
+         'lr': 0.003, 'weight_decay': 0.1, 'dropout': 0., 'processes': min(2, os.cpu_count() or 1)})
 
 
-def read_command_line(argv):
-    """What was typed, by name."""
-    parser = argparse.ArgumentParser('train.py', description='Train on a list of words.')
-    m.add_flags(parser, 'the model', m.FLAGS)
-    m.add_flags(parser, 'the training', TRAINING)
-    group = parser.add_argument_group('the run')
-    group.add_argument('--out', metavar='FILE', help='checkpoint; default out/MODEL.npz')
-    group.add_argument('--resume', action='store_true', help='go on with the run in --out')
-    group.add_argument('--check', action='store_true', help='prove the gradients before training')
-    group.add_argument('--plot', metavar='FILE', help='draw losses and embedding (by matplotlib)')
+def number(kind, low, high=2**31):
+    """A type for argparse: a whole (int) or any (float) number from low to high."""
+    def read(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f'{text} is not between {low} and {high}')
+        return value
+    read.__name__ = kind.__name__       # argparse says "invalid int value"
+    return read
+
+
+def parse(argv):
+    """What the user gave, by name; what was not given is left out."""
+    parser = argparse.ArgumentParser('train.py', description='Train on a list of words.',
+                                     argument_default=argparse.SUPPRESS)
+    size = number(int, 1, 2**16)
+    add = parser.add_argument
+    add('--model', choices=['mlp', 'gpt'], help='which model (mlp)')
+    add('--context', type=size, metavar='N', help='characters (mlp 3, gpt longest word + 1)')
+    add('--embd', type=size, metavar='N', help='width of the embedding (mlp 10, gpt 64)')
+    add('--hidden', type=size, metavar='N', help='hidden units (mlp 64)')
+    add('--layers', type=size, metavar='N', help='layers (gpt 4)')
+    add('--heads', type=size, metavar='N', help='attention heads (gpt 4)')
+    add('--act', choices=m.ACTIVATIONS, help='activation (mlp tanh, gpt gelu)')
+    add('--norm', choices=m.NORMS, help='normalization (gpt rmsnorm)')
+    add('--batchnorm', action=argparse.BooleanOptionalAction, help='batch norm or none (mlp yes)')
+    add('--init', choices=['kaiming', 'naive'], help='first values, naive: N(0, 1) (kaiming)')
+    add('--data', metavar='FILE', help='UTF-8 text, one word a line (data/names.txt)')
+    add('--max-len', type=size, metavar='N', help='skip longer words (100)')
+    add('--steps', type=number(int, 1), metavar='N', help='steps (mlp 110000, gpt 4000)')
+    add('--batch', type=number(int, 1), metavar='N', help='predictions (mlp 32), words (gpt 64)')
+    add('--lr', type=number(float, 0), metavar='F', help='learning rate (mlp 0.002, gpt 0.003)')
+    add('--optimizer', choices=OPTIMIZERS, help='(adam)')
+    add('--weight-decay', type=number(float, 0), metavar='F', help='as in AdamW (mlp 0, gpt 0.1)')
+    add('--dropout', type=number(float, 0, 0.99), metavar='F', help='dropout rate (gpt 0)')
+    add('--seed', type=number(int, 0), metavar='N', help='of all random numbers (1)')
+    add('--eval-every', type=number(int, 0), metavar='N', help='0: only at the end (steps/10)')
+    add('--backward', choices=['layers', 'steps'], help='steps: one operation at a time (layers)')
+    add('--processes', type=number(int, 1, 64), metavar='N', help='to share a batch (gpt 2)')
+    add('--out', metavar='FILE.npz', help='checkpoint (out/MODEL.npz)')
+    add('--resume', action='store_true', help='go on with --out, up to --steps if they are given')
+    add('--check', action='store_true', help='prove the gradients of this model before training')
+    add('--plot', metavar='FILE', help='draw the losses and the embedding (needs matplotlib)')
     return vars(parser.parse_args(argv))
 
 
-def start(typed):
-    """The state of a new run, and the words it is for, by part."""
-    config = m.configure(typed, ALL_FLAGS)
-    if 'eval_every' not in typed:
-        config['eval_every'] = max(1, config['steps'] // 10)
+def start(given):
+    """A new Run with what was given over the defaults, and its words."""
+    kind = given.get('model', 'mlp')
+    for name in given:
+        if name not in DEFAULTS[kind]:
+            flag = '--' + name.replace('_', '-')
+            raise UserError(f'{flag} means nothing to --model {kind}: leave it out')
+    config = {**DEFAULTS[kind], **given}
+    if config['embd'] % config.get('heads', 1):
+        raise UserError('--heads has to divide --embd: each head has its part of the embedding')
     if config.get('batchnorm') and config['batch'] == 1:
-        raise Refusal('--batch 1 with batch norm: one value has no variance; '
-                      'take --batch 2 or more, or --no-batchnorm')
+        raise UserError('--batch 1 has no variance: take --batch 2 or more, or --no-batchnorm')
     if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
-        raise Refusal('--backward steps is the column as written, with batch norm and tanh: '
-                      'leave out --no-batchnorm and --act')
-    parts, vocabulary = read_words(config)
+        raise UserError('--backward steps has tanh and batch norm: leave out --act, --no-batchnorm')
+    limit = config['max_len']
+    if kind == 'gpt' and config['context']:
+        limit = min(limit, config['context'] - 1)
+    words, config['sha256'] = read_words(config['data'] or m.NAMES, limit)
+    vocabulary, config['longest'] = m.make_vocabulary(words), max(map(len, words))
+    config['vocab_size'] = len(vocabulary)
     config['context'] = config['context'] or config['longest'] + 1
-    config['vocabulary'] = len(vocabulary)
+    if config['eval_every'] is None:
+        config['eval_every'] = max(1, config['steps'] // 10)
     p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
-    latest = dict(config=config, vocabulary=vocabulary, p=p, statistics={})
-    size = sum(w.size for w in p.values())
-    moments = np.zeros((MOMENTS[config['optimizer']], size), np.float32)
-    return dict(config=config, vocabulary=vocabulary, step=0, best_step=-1, history=[],
-                moments=moments, latest=latest), parts
+    moments = np.zeros((MOMENTS[config['optimizer']], sum(w.size for w in p.values())), np.float32)
+    best = m.Model(config, vocabulary, p, {})              # until the first evaluation
+    return Run(config, vocabulary, p, moments, best), words
 
 
-def go_on(typed, out):
-    """The state of the run in the file `out`, and the words to go on with, by part."""
-    state = m.load(out, ALL_FLAGS)
-    config = state['config']
-    if len(state['moments']) != MOMENTS[config['optimizer']]:
-        raise Refusal(f"{out} has not the moments of {config['optimizer']}")
-    for name in typed:
-        if name not in ('steps', 'eval_every', 'data') and typed[name] != config.get(name):
-            value = '' if name == 'batchnorm' else f' {typed[name]}'
-            raise Refusal(f'{m.flag(name)}{value} contradicts {out}, which has '
-                          f"{config.get(name, 'none')}: leave it out, or start a new run")
-    sha256 = config['sha256']
-    config.update(typed)
-    if config['steps'] < state['step']:
-        raise Refusal(f"--steps {config['steps']}: {out} is at step {state['step']} already")
-    parts, vocabulary = read_words(config)
-    if vocabulary != state['vocabulary']:
-        raise Refusal(f'the characters of the data, {vocabulary[1:]!r}, are not those of {out}, '
-                      f"{state['vocabulary'][1:]!r}")
-    if config['sha256'] != sha256:
-        say('the data is not what this run began with: the best and the losses begin anew, '
-            'and dev and test words may have been trained on')
-        state.update(best_step=-1, history=[])
-    say(f"going on from step {state['step']} of {out}")
-    return state, parts
+def resume(given, out):
+    """The Run in a checkpoint, to go on with what was given, and its words."""
+    run = load(out)
+    config = run.config
+    if given.keys() - {'model', 'steps', 'eval_every'}:
+        raise UserError('--resume takes only --steps and --eval-every: leave out other flags, or '
+                        'start a new run')
+    if given.get('model', config['model']) != config['model']:
+        raise UserError(f"{out} is a run of --model {config['model']}")
+    config.update(given)
+    if config['steps'] < run.step:
+        raise UserError(f"--steps {config['steps']}: {out} is at step {run.step} already")
+    data = config['data'] or m.NAMES
+    words, sha256 = read_words(data, config['longest'])    # the same words as then
+    if sha256 != config['sha256']:
+        raise UserError(f'{data} has changed since {out} was begun: start a new run')
+    log(f'going on from step {run.step} of {out}')
+    return run, words
 
 
-def check_place(flag, path):
-    """Try that a file can be written before there is work to lose."""
-    try:
-        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError(22, 'it is not a file')
-        with open(f'{path}.{os.urandom(4).hex()}.tmp', 'wb') as file:
-            pass
-        os.remove(file.name)
-    except (OSError, ValueError) as error:
-        raise Refusal(f'cannot write {path}: {m.reason(error)}; choose another {flag}')
-
-
-def say_compiling(kernels):
-    """Tell that kernels must be compiled first, this once or, without a place for them, always."""
-    folder = kernels[0].stats.cache_path
-    if not folder:
-        say('compiling the kernels, a few seconds each time: no folder can keep them '
-            '(NUMBA_CACHE_DIR names another)')
-    elif not all(glob.glob(os.path.join(glob.escape(folder), f'*.{kernel.__name__}-*.nbi'))
-                 for kernel in kernels):
-        say('compiling the kernels, this once: a few seconds')
-
-
-def check_gradients(config, examples):
-    """Prove the gradients of this very model on a few of its words, or refuse to train."""
-    batch = m.BATCH[config['model']](examples, slice(16 if config['model'] == 'mlp' else 4))
-    rows = backward.prove_model(config, batch, np.random.default_rng(1), np.dtype('float64'), 50)
-    if backward.print_rows(config['model'], rows, np.dtype('float64'), sys.stderr):
-        raise Refusal('a gradient is wrong, so nothing was trained: see python backward.py')
-
-
-@m.command
+@command
 def main(argv=None):
     """Train, or go on training, and report."""
-    tqdm.get_lock()                     # else made in say(), where an interruption is an error
-    typed = read_command_line(argv)
-    resume, check, picture = typed.pop('resume'), typed.pop('check'), typed.pop('plot')
-    if '' in (typed.get('data'), typed['out'], picture):
-        raise Refusal('--data, --out and --plot take the name of a file, not nothing')
+    given = parse(argv)
+    out = given.pop('out', os.path.join('out', f"{given.get('model', 'mlp')}.npz"))
+    going_on, check = given.pop('resume', False), given.pop('check', False)
+    picture = given.pop('plot', None)
+    if not out.endswith('.npz'):
+        raise UserError(f'--out {out}: a checkpoint is a .npz file')
     if picture and not picture.lower().endswith(('.png', '.svg', '.pdf')):
-        raise Refusal(f'--plot {picture}: a picture is a .png, .svg or .pdf file')
-    out = typed.pop('out') or os.path.join('out', f"{typed.get('model', 'mlp')}.npz")
-    if os.path.islink(out):
-        out = os.path.realpath(out)     # the link itself stays
-    there = m.which(out) if resume else None
-    state, parts = go_on(typed, out) if resume else start(typed)
-    config = state['config']
-    places = [os.path.realpath(path) for path in (config['data'] or m.DATA, out, picture) if path]
-    if len(set(places)) < len(places):
-        raise Refusal(f'--out {out}, --plot and the data have to be different files')
-    if picture:
-        if not importlib.util.find_spec('matplotlib'):
-            raise Refusal('--plot needs matplotlib: pip install matplotlib')
-        check_place('--plot', picture)
-    check_place('--out', out)
-    to_examples = m.EXAMPLES[config['model']]              # sorted: neighbours begin alike
-    examples = {part: to_examples(sorted(parts[part]), state['vocabulary'], config['context'])
-                for part in ('train', 'dev', 'test', 'sample')}
+        raise UserError(f'--plot {picture}: a picture is a .png, .svg or .pdf file')
+    if picture and not importlib.util.find_spec('matplotlib'):
+        raise UserError('--plot needs matplotlib: pip install matplotlib')
+    run, words = resume(given, out) if going_on else start(given)
+    config, parts = run.config, dict(zip(('train', 'dev', 'test'), split(words)))
+    parts['train_part'] = parts['train'][:len(parts['dev'])]   # for the evaluations on the way
+    # In alphabetical order words that begin alike are neighbours: see gpt_batch.
+    examples = {name: m.EXAMPLES[config['model']](sorted(part), run.vocabulary, config['context'])
+                for name, part in parts.items()}
     if check:
-        check_gradients(config, examples['train'])
-    say_compiling([OPTIMIZERS[config['optimizer']],
-                   m.attention if config['model'] == 'gpt' else m.embedding])
-    with ThreadPoolExecutor(config.get('threads', 1)) as pool:
-        run = new_run(state, examples, pool, out, there)
-        try:
-            speed, signals = train(run)
-        except FloatingPointError:
-            say(f"the loss is not finite after step {state['step']}: try a lower --lr than "
-                f"{config['lr']:g}; " + (f"{run['out']} keeps step {run['kept']}"
-                                         if run['file'] else 'nothing was written'))
-            return 1
-        if signals:
-            command = ['python', sys.argv[0], '--resume', f"--out={run['out']}"]
-            command += [f'--plot={picture}'] if picture else []
-            line = subprocess.list2cmdline(command) if os.name == 'nt' else shlex.join(command)
-            say(f"stopped: step {state['step']}, saved; to go on: {line}")
-            return 128 + signals[0]
-        best = state['best']
-        print(f"{sum(w.size for w in best['p'].values())} parameters, {speed:,.0f} steps a second, "
-              f"best at step {state['best_step']}, kept in {run['out']}", flush=True)
-        losses = {part: evaluate(best, examples[part], pool) for part in ('train', 'dev', 'test')}
-    print('  '.join(f'{part} {loss:.4f}' for part, loss in losses.items()))
-    print(*sample(best, state['step'], 10), sep='\n')
+        batch = m.BATCH[config['model']](examples['train'], np.arange(4))
+        rng = np.random.default_rng(1)
+        if not all(backward.prove_model(config['model'], config, batch, rng, np.float64, 50)):
+            raise UserError('a gradient is wrong, so nothing was trained: see python backward.py')
+    if not going_on:
+        move_aside(out)
+        save(out, run)                  # now, so that a place that cannot be written to is noticed
+    begun = time.perf_counter()
+    signals = train(run, examples, out)
+    if signals:
+        log(f'stopped at step {run.step}, saved; to go on: '
+            + shlex.join(['python', sys.argv[0], '--resume', f'--out={out}']))
+        return 128 + signals[0]
+    size, seconds = sum(w.size for w in run.p.values()), time.perf_counter() - begun
+    print(f'{size} parameters, {seconds:.0f} s, best at step {run.best_step()}, saved in {out}')
+    losses = [f'{part} {evaluate(run.best, examples[part]):.4f}'
+              for part in ('train', 'dev', 'test')]
+    print('  '.join(losses))
+    print(*invent(run.best, run.step, 10), sep='\n')
     if picture:
-        plot(state, parts['all'], picture)
+        plot(run, picture)
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -37,8 +39,8 @@ except ImportError:
     torch = None
 
 RATES = dict(sgd=0.1, adam=0.003)
-CORES = m.defaults(train.ALL_FLAGS)['gpt']['threads']
-BATCHES = dict(mlp=64, gpt=4)           # that many different ones, over and over
+CORES = train.DEFAULTS['gpt']['processes']
+BATCHES = dict(mlp=64, gpt=6)           # PyTorch gets that many different ones, over and over
 
 
 # ---- Timing, and showing what was timed
@@ -94,36 +96,46 @@ def table(kept, title, columns, rows):
 
 # ---- Training, by the functions of train.py
 
-def prepare(kind, **typed):
-    """A new training as train.py begins it: state, examples, words, and some batches.
+def prepare(kind, **given):
+    """A new training as train.py begins it: run, words, examples, and its first batches.
 
-    `characters` are those to predict in a batch, `rows` those that the layers compute.
+    A batch is a list of its shards. `characters` are those to predict in a batch, `rows` those that
+    the layers compute.
     """
     with contextlib.redirect_stderr(io.StringIO()):
-        state, parts = train.start({'model': kind, 'eval_every': 0, **typed})
-    config = state['config']
-    examples = {part: m.EXAMPLES[kind](sorted(parts[part]), state['vocabulary'], config['context'])
-                for part in ('train', 'dev', 'test')}
-    batches = list(islice(train.batches(config, examples['train'], 0), BATCHES[kind]))
-    rows, characters = (np.mean([sum(len(share[side]) for share in shares) for shares in batches])
-                        for side in (0, 1))
-    return SimpleNamespace(config=config, state=state, examples=examples, parts=parts,
-                           batches=batches, rows=rows, characters=characters)
+        run, words = train.start({'model': kind, 'eval_every': 0, **given})
+    config, parts = run.config, dict(zip(('train', 'dev', 'test'), train.split(words)))
+    examples = {name: m.EXAMPLES[kind](sorted(part), run.vocabulary, config['context'])
+                for name, part in parts.items()}
+    processes = config.get('processes', 1)
+    batches = list(islice(zip(*(train.batches(config, examples['train'], 0, processes, k)
+                                for k in range(processes))), BATCHES[kind]))
+    rows, characters = (np.mean([sum(len(getattr(shard, ids)) for shard in shards)
+                                 for shards in batches]) for ids in 'XY')
+    return SimpleNamespace(config=config, run=run, parts=parts, examples=examples,
+                           processes=processes, batches=batches, rows=rows, characters=characters)
 
 
-def ours(job, pool=None, batches=None):
-    """Each next() takes one bare step of training, on batches that are ready; gives the loss."""
-    run = train.new_run(copy.deepcopy(job.state), job.examples, pool)
-    for step, shares in enumerate(cycle(batches or job.batches)):
-        yield train.train_step(run, shares, step)
+def ours(job):
+    """Each next() makes a batch and takes a step on it, as the loop in train.py; gives the loss."""
+    run, config, examples = copy.deepcopy(job.run), job.config, job.examples['train']
+    shapes, size = m.parameter_shapes(config), sum(w.size for w in run.p.values())
+    memory = multiprocessing.RawArray('f', (job.processes + 1) * size)
+    shared = np.frombuffer(memory, np.float32).reshape(job.processes + 1, size)
+    flat, flat_g = shared[0], shared[1:]
+    flat[:] = np.concatenate([w.ravel() for w in run.p.values()])
+    run.p, g = m.views(shapes, flat), m.views(shapes, flat_g[0])
+    with train.start_processes(config, examples, 0, memory, job.processes) as connections:
+        for shard in train.batches(config, examples, 0, job.processes):
+            yield train.train_step(run, shard, flat, flat_g, g, connections)
 
 
 def flops(job):
     """Operations of a step in matrix products: x W forward, dy W^T and x^T dy backward.
 
-    Those of attention, within single names, are left out: less than a fiftieth of all.
+    Those of attention, between a node and its ancestors, are left out: under a fiftieth of all.
     """
-    V, T, E = (job.config[size] for size in ('vocabulary', 'context', 'embd'))
+    V, T, E = (job.config[size] for size in ('vocab_size', 'context', 'embd'))
     if job.config['model'] == 'mlp':
         multiplications = job.rows * (T*E + V) * job.config['hidden']
     else:
@@ -131,24 +143,19 @@ def flops(job):
     return 3 * 2 * multiplications
 
 
-def sgemm(pool=None):
-    """A turn of float32 products of 512 x 512, on each core at once if there is a pool.
+def sgemm(cores):
+    """A turn of float32 products of 512 x 512, on each core at once.
 
     It returns seconds for one operation, of all cores together.
     """
-    threads = CORES if pool else 1
-    A, B, C = np.random.default_rng(1).random((3, threads, 512, 512), np.float32)
+    A, B, C = np.random.default_rng(1).random((3, cores, 512, 512), np.float32)
+    pool = ThreadPoolExecutor(cores)
 
     def product(i):
         np.dot(A[i], B[i], out=C[i])
 
-    def call():
-        if pool:
-            list(pool.map(product, range(threads)))
-        else:
-            product(0)
-    run = turn(call)
-    return lambda: run() / (threads * 2 * 512**3)
+    run = turn(lambda: list(pool.map(product, range(cores))))
+    return lambda: run() / (cores * 2 * 512**3)
 
 
 # ---- The same models in PyTorch
@@ -197,29 +204,32 @@ def torch_gpt(config, p):
     return loss
 
 
-def torch_batch(kind, shares):
+def torch_batch(kind, shards):
     """The same batch as tensors, its names padded to the longest of them."""
     if kind == 'mlp':
-        return [torch.tensor(ids) for ids in shares[0]]
+        return [torch.tensor(ids) for ids in shards[0]]
     names = []
-    for X, Y, t, _, at in shares:
-        begins = np.flatnonzero(t[at] == 0)[1:]
-        names += zip(np.split(X[at, 0], begins), np.split(Y, begins))
+    for tree in shards:
+        begins = np.flatnonzero(tree.position[tree.predicted_from] == 0)[1:]
+        names += zip(np.split(tree.X[tree.predicted_from], begins), np.split(tree.Y, begins))
     return [torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(ids) for ids in side], batch_first=True, padding_value=filler)
         for side, filler in zip(zip(*names), (0, -100))]
 
 
 def theirs(job, how='foreach', threads=1):
-    """As ours(), in PyTorch eager; `how` its optimizer goes through the parameters."""
+    """As ours(), in PyTorch eager, on batches that are ready.
+
+    `how` is the way its optimizer goes through the parameters.
+    """
     config = job.config
-    p = leaves(job.state['latest']['p'])
+    p = leaves(job.run.p)
     loss_of = dict(mlp=torch_mlp, gpt=torch_gpt)[config['model']](config, p)
     make = dict(sgd=torch.optim.SGD, adam=torch.optim.AdamW)[config['optimizer']]
     groups = [dict(params=[w for name in p if name[0].isupper() == matrices for w in p[name]],
                    weight_decay=matrices * config['weight_decay']) for matrices in (True, False)]
     optimizer = make(groups, lr=config['lr'], **{how: True})
-    batches = [torch_batch(config['model'], shares) for shares in job.batches]
+    batches = [torch_batch(config['model'], shards) for shards in job.batches]
     for step, batch in enumerate(cycle(batches)):
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -232,15 +242,15 @@ def theirs(job, how='foreach', threads=1):
         yield loss
 
 
-def check_same_work(kind, pool, **typed):
+def check_same_work(kind, **given):
     """Assert that the first steps have the same losses, at a learning rate that can be seen."""
-    job = prepare(kind, **typed, steps=20)
-    for step, (a, b) in enumerate(islice(zip(ours(job, pool), theirs(job)), 6)):
-        assert abs(a - b.item()) < 1e-4, f'{kind} {typed}, step {step}: {a}, PyTorch {b}'
+    job = prepare(kind, **given, steps=20)
+    for step, (a, b) in enumerate(islice(zip(ours(job), theirs(job)), 6)):
+        assert abs(a - b.item()) < 1e-4, f'{kind} {given}, step {step}: {a}, PyTorch {b}'
 
 
 def next_of(steps, kind):
-    """A turn of steps, the same batches in each."""
+    """A turn of steps; for PyTorch the same batches in each."""
     return turn(lambda: next(steps), whole=BATCHES[kind])
 
 
@@ -255,16 +265,16 @@ def best_of_theirs(job, cores):
 
 # ---- What is measured
 
-def race_steps(kept, rounds, pool, title, kind, settings):
-    """A table of the settings {label: what is typed}: ours, PyTorch at its best, the machine."""
+def race_steps(kept, rounds, title, kind, settings):
+    """A table of the settings {label: what is given}: ours, PyTorch at its best, the machine."""
     cores, unit, scale = (1, 'µs', 1e6) if kind == 'mlp' else (CORES, 'ms', 1e3)
-    turns, jobs, rivals = dict(sgemm=sgemm(pool if cores > 1 else None)), {}, {}
-    for label, typed in settings.items():
-        job = jobs[label] = prepare(kind, **typed)
-        turns[label] = next_of(ours(job, pool), kind)
+    turns, jobs, rivals = dict(sgemm=sgemm(cores)), {}, {}
+    for label, given in settings.items():
+        job = jobs[label] = prepare(kind, **given)
+        turns[label] = next_of(ours(job), kind)
         if torch:
-            check_same_work(kind, pool, **typed)
-            same = rivals[label] = str({name: typed[name] for name in typed if name != 'backward'})
+            check_same_work(kind, **given)
+            same = rivals[label] = str({name: given[name] for name in given if name != 'backward'})
             if same not in turns:
                 rivals[same], turns[same] = best_of_theirs(job, cores)
     times, rows = race(turns, rounds), []
@@ -281,17 +291,17 @@ def race_steps(kept, rounds, pool, title, kind, settings):
            'times faster', 'PyTorch is fastest with'], rows)
 
 
-def mlp(kept, rounds, pool):
+def mlp(kept, rounds):
     """A step of the MLP."""
-    race_steps(kept, rounds, pool, 'A step of the MLP, 32 characters, one thread', 'mlp', {
+    race_steps(kept, rounds, 'A step of the MLP, 32 characters, one process', 'mlp', {
         f'hidden {hidden}, {optimizer}, {way}': dict(
             hidden=hidden, optimizer=optimizer, lr=RATES[optimizer], backward=way)
-        for hidden in (64, 200) for optimizer in RATES for way in ('fused', 'steps')})
+        for hidden in (64, 200) for optimizer in RATES for way in ('layers', 'steps')})
 
 
-def gpt(kept, rounds, pool):
+def gpt(kept, rounds):
     """A step of the GPT."""
-    race_steps(kept, rounds, pool, f'A step of the GPT, Adam, no dropout, {CORES} threads', 'gpt', {
+    race_steps(kept, rounds, f'A step of the GPT, Adam, no dropout, {CORES} processes', 'gpt', {
         f'{batch} names': dict(batch=batch, dropout=0.) for batch in (32, 64)})
 
 
@@ -302,60 +312,64 @@ class Terminal(io.StringIO):
         return True
 
 
-def train_quietly(job, steps, pool):
-    """The real loop of train.py, in a terminal; steps a second and the state it ends with."""
-    config = {**job.config, 'steps': steps}
-    few = {part: m.EXAMPLES[config['model']](words[:50], job.state['vocabulary'], config['context'])
-           for part, words in job.parts.items()}
-    examples = dict(few, train=job.examples['train'])
-    examples['sample'] = few['train']
-    state = copy.deepcopy({**job.state, 'config': config, 'history': []})
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()):
-        run = train.new_run(state, examples, pool, os.path.join(folder, 'model.npz'))
-        speed, _ = train.train(run)
-    return speed, run['state']
+def train_quietly(job, steps):
+    """The real loop of train.py, in a terminal; seconds a step after the first, and the Run."""
+    run, ends, real = copy.deepcopy(job.run), [], train.train_step
+    run.config['steps'] = steps
+    few = m.EXAMPLES[run.config['model']](
+        job.parts['dev'][:50], run.vocabulary, run.config['context'])
+
+    def train_step(*args):
+        loss = real(*args)
+        ends.append(time.perf_counter())
+        return loss
+
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()),
+          mock.patch.object(train, 'train_step', train_step)):
+        train.train(run, dict(train=job.examples['train'], train_part=few, dev=few),
+                    os.path.join(folder, 'model.npz'))
+    return (ends[-1] - ends[0]) / (steps - 1), run
 
 
-def loop(kept, rounds, pool):
-    """What making batches, the bar and the rest of the loop take on top of the steps."""
+def loop(kept, rounds):
+    """What the bar and the rest of the loop take on top of the batch and the step."""
     turns = {}
-    for key, typed in (
+    for key, given in (
             ('MLP, SGD', dict(kind='mlp', optimizer='sgd', lr=0.1)),
             ('MLP, Adam', dict(kind='mlp')), ('GPT, 32 names', dict(kind='gpt', batch=32))):
-        job, kind = prepare(**typed), typed['kind']
-        if kind == 'gpt':               # a part of the data, for short turns
-            job.examples['train'] = m.gpt_examples(
-                sorted(job.parts['train'][:1600]), job.state['vocabulary'], job.config['context'])
-        epoch = len(job.examples['train'][1]) // job.config['batch']
-        ready = list(islice(train.batches(job.config, job.examples['train'], 0), epoch))
-        steps = ours(job, pool, ready)
+        job = prepare(**given)
+        if given['kind'] == 'gpt':      # a part of the data, for short turns
+            del job.examples['train'][1600:]
+        epoch = len(job.examples['train']) // job.config['batch']
+        batches = train.batches(job.config, job.examples['train'], 0, job.processes)
+        turns[key, 'batch'] = turn(lambda batches=batches: next(batches), whole=epoch)
+        steps = ours(job)
         turns[key, 'bare'] = turn(lambda steps=steps: next(steps), whole=epoch)
-        # the first step is not timed, so this is one epoch, and the beginning of a second
-        turns[key, 'loop'] = lambda job=job, epoch=epoch: 1 / train_quietly(job, epoch + 1, pool)[0]
+        # The first step is not timed, so this is one epoch, and the beginning of a second.
+        turns[key, 'loop'] = lambda job=job, epoch=epoch: train_quietly(job, epoch + 1)[0]
     times = race(turns, max(1, rounds // 4))
     table(kept, 'The loop of training around the step',
-          ['', 'µs a bare step', 'µs a step in the loop', '% on top'],
-          [[key, 1e6 * times[key, 'bare'], 1e6 * times[key, 'loop'],
+          ['', 'µs a batch', 'µs a batch and a step', 'µs in the loop', '% on top'],
+          [[key, *(1e6 * times[key, what] for what in ('batch', 'bare', 'loop')),
             100 * (times[key, 'loop'] / times[key, 'bare'] - 1)]
            for key in dict.fromkeys(key for key, _ in turns)])
 
 
-def sample(kept, rounds, pool):
+def sample(kept, rounds):
     """Names sampled, and evaluation, with models that have learnt how long names are."""
     turns, sizes = {}, {}
     for kind, steps in dict(mlp=4000, gpt=400).items():
         job = prepare(kind)
-        best = train_quietly(job, steps, pool)[1]['best']
-        rng = np.random.default_rng(0)
-        sizes[kind] = len(job.parts['dev']), len(''.join(job.parts['dev'])) + len(job.parts['dev'])
+        best, rng = train_quietly(job, steps)[1].best, np.random.default_rng(0)
+        sizes[kind] = len(''.join(job.parts['dev'])) + len(job.parts['dev'])
         turns[kind, 'names'] = turn(lambda best=best, rng=rng: m.generate(best, 1000, rng))
-        turns[kind, 'dev'] = turn(lambda best=best, job=job: train.evaluate(
-            best, job.examples['dev'], pool))
+        turns[kind, 'dev'] = turn(
+            lambda best=best, job=job: train.evaluate(best, job.examples['dev']))
     times = race(turns, max(1, rounds // 4))
     table(kept, 'Sampling, 1,000 names at once, and evaluating',
           ['', 'names a second', 's for 10,000', 'ms to evaluate dev', 'characters a second'],
           [[kind, 1000 / times[kind, 'names'], 10 * times[kind, 'names'],
-            1e3 * times[kind, 'dev'], sizes[kind][1] / times[kind, 'dev']] for kind in sizes])
+            1e3 * times[kind, 'dev'], sizes[kind] / times[kind, 'dev']] for kind in sizes])
 
 
 # What children run. A process counts the memory of the one that started it as its own peak, so
@@ -391,14 +405,14 @@ def child(cache, code, *argv):
 
 
 def peak_memory(cache, *argv):
-    """The most memory in MB that train.py takes, from beginning to end."""
+    """The most memory in MB that one process of train.py takes, from beginning to end."""
     unit = 2**20 if sys.platform == 'darwin' else 2**10
     with tempfile.TemporaryDirectory() as folder:
         return child(cache, PEAK, sys.executable, str(ROOT / 'train.py'), '--out',
                      os.path.join(folder, 'model.npz'), *argv) / unit
 
 
-def start(kept, rounds, pool):
+def start(kept, rounds):
     """From the start of a process to its first step, imports, and memory."""
     def first_step(cache, kind):
         return child(cache, FIRST_STEP, str(time.time()), '--model', kind, '--out',
@@ -410,7 +424,7 @@ def start(kept, rounds, pool):
 
     with tempfile.TemporaryDirectory() as cache:
         turns = {}
-        for kind in m.FORWARD:
+        for kind in m.EXAMPLES:
             first_step(cache, kind)     # fills it
             turns[kind, 'cold'] = lambda kind=kind: cold(kind)
             turns[kind, 'warm'] = lambda kind=kind: first_step(cache, kind)
@@ -419,18 +433,18 @@ def start(kept, rounds, pool):
         turns['import'] = lambda: child(cache, IMPORTS)
         times = race(turns, min(2, rounds))
     table(kept, 'Seconds from the start of the process to its first step; importing all four '
-          'modules; most memory of a run of 100 steps',
+          'modules; most memory of a process in a run of 100 steps',
           ['', 'kernels to compile', 'kernels kept', 'imports', 'MB'],
           [[kind, times[kind, 'cold'], times[kind, 'warm'], times['import'], times[kind, 'peak']]
-           for kind in m.FORWARD])
+           for kind in m.EXAMPLES])
 
 
 # ---- Scaling
 
-def grow(kept, rounds, pool, title, kind, settings):
-    """A table of the cost of a step against the settings {label: what is typed}."""
-    jobs = {label: prepare(kind, **typed) for label, typed in settings.items()}
-    times = race({label: next_of(ours(job, pool), kind) for label, job in jobs.items()}, rounds)
+def grow(kept, rounds, title, kind, settings):
+    """A table of the cost of a step against the settings {label: what is given}."""
+    jobs = {label: prepare(kind, **given) for label, given in settings.items()}
+    times = race({label: next_of(ours(job), kind) for label, job in jobs.items()}, rounds)
     first = next(iter(jobs))
     table(kept, title,
           ['', 'µs a step', 'against the first', 'characters a step', 'µs a character'],
@@ -440,27 +454,27 @@ def grow(kept, rounds, pool, title, kind, settings):
 
 def write_lines(path, count, length=None):
     """A file of lines, each of some names that are joined, and cut if a length is given."""
-    names, rng = m.read_lines(m.DATA)[0][:-1], random.Random(1)
+    names, rng = m.NAMES.read_text('utf-8').split(), random.Random(1)
     joined = 2 if length is None else length // 2 + 1      # no name is shorter than 2
     path.write_text(''.join(f"{''.join(rng.choices(names, k=joined))[:length]}\n"
                             for _ in range(count)))
     return str(path)
 
 
-def scaling(kept, rounds, pool):
+def scaling(kept, rounds):
     """How the cost grows with everything."""
     doubling = [2**k for k in range(10)]
     sizes = [('batch', doubling[3:], 'mlp', 'characters'), ('batch', doubling[3:], 'gpt', 'names'),
              ('hidden', doubling[5:9], 'mlp', 'hidden units'), ('embd', doubling[5:9], 'gpt', ''),
              ('layers', doubling[:4], 'gpt', ''), ('context', doubling[:5], 'mlp', 'characters'),
-             ('threads', sorted({1, CORES}), 'gpt', '')]
+             ('processes', sorted({1, CORES}), 'gpt', '')]
     for name, values, kind, unit in sizes:
-        grow(kept, rounds, pool, f'{kind.upper()}: a step against --{name}'
+        grow(kept, rounds, f'{kind.upper()}: a step against --{name}'
              + (f' ({unit})' if unit else ''), kind,
              {value: {'batch': 32, name: value} for value in values})
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        grow(kept, rounds, pool, 'GPT: a step against the length of the words', 'gpt',
+        grow(kept, rounds, 'GPT: a step against the length of the words', 'gpt',
              {n: dict(batch=32, data=write_lines(folder / f'{n}.txt', 2000, n))
               for n in doubling[2:7]})
         rows = []
@@ -469,10 +483,10 @@ def scaling(kept, rounds, pool):
             load = turn(lambda path=path: prepare('mlp', data=path))
             peaks = [race({kind: lambda path=path, kind=kind: peak_memory(
                 folder, '--model', kind, '--data', path, '--steps', '100')}, 1)[kind]
-                for kind in m.FORWARD]
+                for kind in m.EXAMPLES]
             rows.append([f'{count:,}', f'{os.path.getsize(path) / 1e6:.2f}',
                          race(dict(load=load), 3)['load'], *peaks])
-    table(kept, 'Against the data: loading it, and most memory of a run of 100 steps',
+    table(kept, 'Against the data: loading it, and most memory of a process in a run of 100 steps',
           ['lines', 'MB on disk', 's to load', 'MB, MLP', 'MB, GPT'], rows)
 
 
@@ -508,9 +522,8 @@ def main(argv=None):
         SECTIONS.values()
     kept, about = [], machine()
     print(about)
-    with ThreadPoolExecutor(CORES) as pool:
-        for section in chosen:
-            section(kept, args.rounds, pool)
+    for section in chosen:
+        section(kept, args.rounds)
     if args.json:
         Path(args.json).write_text(json.dumps(
             dict(machine=about, rounds=args.rounds, tables=kept), indent=1,

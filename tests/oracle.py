@@ -70,20 +70,16 @@ def normal(rng, *shapes):
 
 
 def unset(*shapes):
-    """Room that nothing may read before it is filled."""
+    """Arrays of NaN: a gradient that is not overwritten, but added to, stays NaN."""
     return [np.full(shape, np.nan) for shape in shapes]
 
 
-def room(shapes, dtype=np.float64):
-    return m.views(shapes, np.full(sum(map(prod, shapes.values())), np.nan, dtype))
-
-
 def tree(rng, N):
-    """`t` and `path` of N rows: each begins a name, or goes on from one of the rows before it."""
+    """Positions and ancestors of N nodes, each a root or a child of one of the nodes before it."""
     paths = []
     for i in range(N):
-        before = rng.integers(-1, i) if i > 1 else i - 1
-        paths.append([*(paths[before] if before >= 0 else []), i])
+        parent = rng.integers(-1, i) if i > 1 else i - 1
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
     return np.array([len(path) - 1 for path in paths]), np.concatenate(paths)
 
 
@@ -100,55 +96,40 @@ class Case(NamedTuple):
         return (self.dy * self.forward()).sum()
 
 
-def embedding_case(rng, N):
-    C, dy, before = normal(rng, (11, 9), (N, 5 * 9), (11, 9))
-    X = rng.integers(0, 7, (N, 5))
-    y, = unset((N, 5 * 9))
-
-    def forward():
-        m.embedding(C, X, y)
-        return y
-
-    dC = before.copy()
-    backward.embedding_backward(dy, X, dC)
-    return Case(dict(C=C), dict(X=X), forward, dy, dict(C=dC - before))
+def embedding_case(*T):
+    def case(rng, N):
+        C, dy, before = normal(rng, (11, 9), (N, 9 * prod(T)), (11, 9))
+        X, dC = rng.integers(0, 7, (N, *T)), before.copy()
+        backward.embedding_backward(dy, X, dC)             # adds to what is there
+        return Case(dict(C=C), dict(X=X), lambda: m.embedding(C, X), dy, dict(C=dC - before))
+    return case
 
 
 def add_bias_case(rng, N):
     b, x, dy = normal(rng, 7, (N, 7), (N, 7))
-    y, db = unset((N, 7), 7)
+    db, = unset(7)
 
     def forward():
-        y[:] = x
-        m.add_bias(b, y)
+        y = x.copy()
+        m.add_bias(y, b)
         return y
 
-    backward.add_bias_backward(dy, db)
+    backward.sum_rows(dy, db)
     return Case(dict(b=b, x=x), {}, forward, dy, dict(b=db, x=dy))
 
 
 def linear_case(rng, N):
     x, W, b, dy = normal(rng, (N, 9), (9, 7), 7, (N, 7))
-    y, dx, dW, db = unset((N, 7), (N, 9), (9, 7), 7)
-
-    def forward():
-        m.linear(x, W, b, y)
-        return y
-
-    backward.linear_backward(dy, x, W, dx, dW, db)
-    return Case(dict(x=x, W=W, b=b), {}, forward, dy, dict(x=dx, W=dW, b=db))
+    dW, db = unset((9, 7), 7)
+    dx = backward.linear_backward(dy, x, W, dW, db)
+    return Case(dict(x=x, W=W, b=b), {}, lambda: m.linear(x, W, b), dy, dict(x=dx, W=dW, b=db))
 
 
 def linear_without_bias_case(rng, N):
     x, W, dy = normal(rng, (N, 9), (9, 7), (N, 7))
-    y, dx, dW = unset((N, 7), (N, 9), (9, 7))
-
-    def forward():
-        m.linear(x, W, None, y)
-        return y
-
-    backward.linear_backward(dy, x, W, dx, dW, None)
-    return Case(dict(x=x, W=W), {}, forward, dy, dict(x=dx, W=dW))
+    dW, = unset((9, 7))
+    dx = backward.linear_backward(dy, x, W, dW)
+    return Case(dict(x=x, W=W), {}, lambda: m.linear(x, W), dy, dict(x=dx, W=dW))
 
 
 def batchnorm_case(rng, N):
@@ -156,31 +137,21 @@ def batchnorm_case(rng, N):
     they are, and their gradient is zero."""
     x, gain, bias, dy = normal(rng, (N, 7), 7, 7, (N, 7))
     x *= 0.01
-    raw, var_inv, y, dx, dgain, dbias = unset((N, 7), 7, (N, 7), (N, 7), 7, 7)
-
-    def forward():
-        m.batchnorm(x, gain, bias, raw, var_inv, y)
-        return y
-
-    forward()
-    backward.batchnorm_backward(dy, gain, raw, var_inv, dx, dgain, dbias)
-    return Case(dict(x=x, gain=gain, bias=bias), {}, forward, dy,
+    dgain, dbias = unset(7, 7)
+    _, raw, var_inv = m.batchnorm(x, gain, bias)
+    dx = backward.batchnorm_backward(dy, gain, raw, var_inv, dgain, dbias)
+    return Case(dict(x=x, gain=gain, bias=bias), {}, lambda: m.batchnorm(x, gain, bias)[0], dy,
                 dict(x=dx, gain=dgain, bias=dbias))
 
 
 def norm_case(name):
     def case(rng, N):
-        x, gain, dy, past = normal(rng, (N, 9), 9, (N, 9), (N, 9))
-        raw, inv, y, dgain = unset((N, 9), N, (N, 9), 9)
-
-        def forward():
-            m.NORMS[name](x, gain, raw, inv, y)
-            return y
-
-        forward()
-        dx = past.copy()
-        backward.NORMS_BACKWARD[name](dy, gain, raw, inv, dx, dgain)
-        return Case(dict(x=x, gain=gain), {}, forward, dy, dict(x=dx - past, gain=dgain))
+        x, gain, dy = normal(rng, (N, 9), 9, (N, 9))
+        dgain, = unset(9)
+        _, raw, inv = m.NORMS[name](x, gain)
+        dx = backward.NORMS_BACKWARD[name](dy, gain, raw, inv, dgain)
+        return Case(dict(x=x, gain=gain), {}, lambda: m.NORMS[name](x, gain)[0], dy,
+                    dict(x=dx, gain=dgain))
     return case
 
 
@@ -188,15 +159,8 @@ def activation_case(name):
     def case(rng, N):
         x, dy = normal(rng, (N, 7), (N, 7))
         x += 0.01 * np.sign(x)          # away from zero, where rectifiers have no derivative
-        y, s, dx = unset((N, 7), (N, 7), (N, 7))
-
-        def forward():
-            m.ACTIVATIONS[name](x, s, y)
-            return y
-
-        forward()
-        backward.ACTIVATIONS_BACKWARD[name](dy, x, s, y, dx)
-        return Case(dict(x=x), {}, forward, dy, dict(x=dx))
+        dx = backward.ACTIVATIONS_BACKWARD[name](dy, x, *m.ACTIVATIONS[name](x))
+        return Case(dict(x=x), {}, lambda: m.ACTIVATIONS[name](x)[0], dy, dict(x=dx))
     return case
 
 
@@ -215,81 +179,41 @@ def softmax_case(rng, N):
 def attention_case(rng, N):
     """Three heads, each of five features."""
     qkv, dy = normal(rng, (N, 45), (N, 15))
-    t, path = tree(rng, N)
-    pairs = len(path)
-    weights, dweights, y, dqkv = unset((3, pairs), (3, pairs), (N, 15), (N, 45))
-
-    def forward():
-        m.attention(qkv, t, path, weights, y)
-        return y
-
-    forward()
-    backward.attention_backward(dy, qkv, t, path, weights, dweights, dqkv)
-    return Case(dict(qkv=qkv), dict(t=t, path=path), forward, dy, dict(qkv=dqkv))
-
-
-def residual_case(dropout):
-    def case(rng, N):
-        x, branch, dy, mask = normal(rng, (N, 7), (N, 7), (N, 7), (N, 7))
-        mask = mask * (mask > 0) if dropout else None
-        y, scaled, dbranch = unset((N, 7), (N, 7), (N, 7))
-
-        def forward():
-            y[:], scaled[:] = x, branch
-            m.residual(y, scaled, mask)
-            return y
-
-        return Case(dict(x=x, branch=branch), dict(mask=mask), forward, dy,
-                    dict(x=dy, branch=backward.residual_backward(dy, mask, dbranch)))
-    return case
-
-
-def head_case(rng, N):
-    x, C, dy = normal(rng, (N, 9), (11, 9), (N, 11))
-    y, dx, dC = unset((N, 11), (N, 9), (11, 9))
-
-    def forward():
-        m.head(x, C, y)
-        return y
-
-    backward.head_backward(dy, x, C, dx, dC)
-    return Case(dict(x=x, C=C), {}, forward, dy, dict(x=dx, C=dC))
+    position, ancestors = tree(rng, N)
+    _, weights = m.attention(qkv, position, ancestors, 3)
+    dqkv = backward.attention_backward(dy, qkv, position, ancestors, weights)
+    return Case(dict(qkv=qkv), dict(position=position, ancestors=ancestors),
+                lambda: m.attention(qkv, position, ancestors, 3)[0], dy, dict(qkv=dqkv))
 
 
 def cross_entropy_case(rng, N):
     """The end of the chain: its upstream gradient is 1 by definition."""
     logits, = normal(rng, (N, 11))
     Y = rng.integers(0, 11, N)
-    probs, dlogits = unset((N, 11), (N, 11))
-
-    def forward():
-        return np.array(m.cross_entropy(logits, Y, probs))
-
-    forward()
-    backward.cross_entropy_backward(probs, Y, dlogits)
-    return Case(dict(logits=logits), dict(Y=Y), forward, np.array(1.), dict(logits=dlogits))
+    _, probs = m.cross_entropy(logits, Y)
+    return Case(dict(logits=logits), dict(Y=Y), lambda: np.array(m.cross_entropy(logits, Y)[0]),
+                np.array(1.), dict(logits=backward.cross_entropy_backward(probs, Y)))
 
 
 CASES = dict(
-    embedding=embedding_case, add_bias=add_bias_case, linear=linear_case,
-    linear_without_bias=linear_without_bias_case, batchnorm=batchnorm_case,
+    embedding=embedding_case(5), embedding_of_one_id=embedding_case(), add_bias=add_bias_case,
+    linear=linear_case, linear_without_bias=linear_without_bias_case, batchnorm=batchnorm_case,
     **{name: norm_case(name) for name in NORMS},
     **{name: activation_case(name) for name in ACTIVATIONS}, softmax=softmax_case,
-    attention=attention_case, residual=residual_case(False), dropout=residual_case(True),
-    head=head_case, cross_entropy=cross_entropy_case)
+    attention=attention_case, cross_entropy=cross_entropy_case)
 
 
-# ---- The column
+# ---- The MLP one operation at a time
 
-COLUMN = next(node.body for node in ast.parse(Path(m.__file__).read_text(encoding='utf-8')).body
-              if getattr(node, 'name', '') == 'mlp_steps')
+STEPS = next(node.body for node in ast.parse(Path(m.__file__).read_text(encoding='utf-8')).body
+             if getattr(node, 'name', '') == 'mlp_steps')
 
 
-def column_after(name):
+def steps_after(name):
     """The lines of mlp_steps that follow the one of `name`, as a function: values -> loss."""
-    place = next(i for i, line in enumerate(COLUMN)
+    place = next(i for i, line in enumerate(STEPS)
                  if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name)
-    code = compile(ast.Module(COLUMN[place + 1:-1], []), f'mlp_steps after {name}', 'exec')
+    code = compile(ast.Module(STEPS[place + 1:-1], []), f'mlp_steps after {name}', 'exec')
 
     def loss(values):
         scope = {'np': np, **values}
@@ -300,17 +224,14 @@ def column_after(name):
 
 # ---- Both models on small, odd sizes
 
-STORED = dict(longest=5, data='', sha256='', optimizer='adam')     # what else a checkpoint tells
-
-
 def mlp_config(batchnorm, act):
-    return dict(model='mlp', vocabulary=11, context=5, embd=9, hidden=7, batchnorm=batchnorm,
-                act=act, init='kaiming', **STORED)
+    return dict(model='mlp', vocab_size=11, context=5, embd=9, hidden=7, batchnorm=batchnorm,
+                act=act, init='kaiming', longest=5)
 
 
 def gpt_config(norm, act, layers, heads):
-    return dict(model='gpt', vocabulary=11, context=6, embd=12, layers=layers, heads=heads,
-                norm=norm, act=act, init='kaiming', **STORED)
+    return dict(model='gpt', vocab_size=11, context=6, embd=12, layers=layers, heads=heads,
+                norm=norm, act=act, init='kaiming', longest=5)
 
 
 VOCABULARY = m.make_vocabulary(['abcdefghij'])
@@ -322,7 +243,7 @@ def random_parameters(config, rng, dtype=np.float64):
 
     Before batch norm all is small, for the same reason as in batchnorm_case.
     """
-    shapes = m.PARAMETERS[config['model']](config)
+    shapes = m.parameter_shapes(config)
     flat = rng.standard_normal(sum(map(prod, shapes.values()))).astype(dtype)
     p = m.views(shapes, flat)
     for name in p.keys() - {'C', 'P', 'gain', 'bngain', 'bnbias', 'b1', 'b2'}:
@@ -337,7 +258,7 @@ def random_parameters(config, rng, dtype=np.float64):
 
 def mlp_batch_of(rng, N):
     """Of 11 characters the last 4 are never fetched, some of the others more than once."""
-    return rng.integers(0, 7, (N, 5)), rng.integers(0, 11, N)
+    return m.MLPBatch(rng.integers(0, 7, (N, 5)), rng.integers(0, 11, N))
 
 
 def gpt_batch_of(config, words):
@@ -346,24 +267,21 @@ def gpt_batch_of(config, words):
 
 class Run(NamedTuple):
     loss: object        # computes the loss for the parameters as they are now
-    a: dict
-    d: dict
+    acts: dict
     g: dict
 
 
 def run(config, p, batch, masks=None):
-    """One pass forward and backward of either model, in room that was not set before."""
-    kind, dtype = config['model'], p['C'].dtype
-    a, d = (room(m.ACTIVITY[kind](config, *m.sizes(batch)), dtype) for _ in range(2))
-    g = room(m.PARAMETERS[kind](config), dtype)
-    more = {'masks': masks} if kind == 'gpt' else {}
+    """One pass forward and backward of either model; all gradients are NaN before."""
+    g = {name: np.full_like(w, np.nan) for name, w in p.items()}
+    _, acts = backward.gradient(config, p, batch, g, masks)
 
     def loss():
-        return m.FORWARD[kind](config, p, batch, a, **more)
+        if config['model'] == 'mlp':
+            return m.mlp(config, p, batch)[0]
+        return m.gpt(config, p, batch, masks)[0]
 
-    loss()
-    backward.BACKWARD[kind](config, p, batch, a, d, g, **more)
-    return Run(loss, a, d, g)
+    return Run(loss, acts, g)
 
 
 # ---- Both models once more, in plain NumPy, for real and for complex numbers
@@ -419,11 +337,11 @@ def plain_gpt(config, p, ids, masks=None):
     return plain_norm(norm, x, p['gain'][-1]) @ p['C'].T
 
 
-def plain_gpt_batch(config, p, batch, masks=None):
+def plain_gpt_batch(config, p, tree, masks=None):
     """Logits of a batch, one name after the other."""
-    X, Y, t, path, at = batch
+    starts = np.flatnonzero(tree.position[tree.predicted_from] == 0)
     logits = []
-    for name in np.split(at, np.flatnonzero(t[at] == 0)[1:]):
+    for name in np.split(tree.predicted_from, starts[1:]):
         mask = masks[:, name] if masks is not None else None
-        logits.append(plain_gpt(config, p, X[name, 0], mask))
+        logits.append(plain_gpt(config, p, tree.X[name], mask))
     return np.concatenate(logits)

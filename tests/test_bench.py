@@ -11,5 +11,5 @@ def test_a_table_and_its_figures(tmp_path, capsys):
     figures = json.loads((tmp_path / "figures.json").read_text())
     table, = figures["tables"]
     assert figures["machine"] and len(table["rows"]) == 3
-    assert all(value > 0 for row in table["rows"] for value in row[1] + row[2])
+    assert all(value > 0 for row in table["rows"] for value in row[1] + row[2] + row[3])
     assert capsys.readouterr().out.count("\n| ") == 5

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import model
+import train
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
@@ -55,12 +56,11 @@ def test_the_torch_module_gives_the_same_logits(tmp_path, monkeypatch):
                    capture_output=True)
     names = {}
     exec(code, names)
-    state = model.load('out/gpt.npz')
-    words = ['maria', 'li', 'bartholomew']
-    batch = model.gpt_batch(model.gpt_examples(
-        words, state['vocabulary'], state['config']['context']), np.arange(len(words)))
-    ours = model.predict(state['best'], batch)[1]['logits']
-    for word, logits in zip(words, np.split(ours, np.flatnonzero(batch[1] == 0) + 1)):
-        ids = torch.tensor([[0, *map(state['vocabulary'].index, word)]])
+    ours = train.load('out/gpt.npz').best
+    words = ['bartholomew', 'li', 'maria']
+    batch = model.batch_of(ours, words)
+    logits = model.predict(ours, batch)[1]['logits']
+    for word, part in zip(words, np.split(logits, np.flatnonzero(batch.Y == 0) + 1)):
+        ids = torch.tensor([[0, *map(ours.vocabulary.index, word)]])
         theirs = names['gpt'](ids)[0].detach().numpy()
-        np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(part, theirs, rtol=0, atol=1e-5)

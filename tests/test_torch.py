@@ -12,8 +12,8 @@ torch = pytest.importorskip('torch', reason='PyTorch, the oracle of these tests,
 F = torch.nn.functional
 torch.set_num_threads(1)
 
-# Every measure is max|ours - theirs| / max|ours of the block|. Two blocks of the column are zero
-# by nature, so that their largest element is rounding; for these it is over ZERO instead.
+# Every measure is max|ours - theirs| / max|ours of the block|. Two gradients are zero by nature,
+# so that their largest element is rounding; for these it is over ZERO instead.
 AGREEMENT, ZERO = 1e-12, 1
 ZERO_BY_NATURE = 'logit_maxes', 'b1'
 
@@ -28,9 +28,9 @@ def tensors(arrays):
             for name, array in arrays.items()}
 
 
-# ---- The column
+# ---- The MLP one operation at a time
 
-def torch_column(p, X, Y):
+def torch_mlp_steps(p, X, Y):
     """Mean loss and all values on the way to it, each told to keep its gradient."""
     n = len(X)
     v = dict(emb=p['C'][X])
@@ -58,20 +58,21 @@ def torch_column(p, X, Y):
 
 
 @pytest.mark.parametrize('N', BATCHES)
-def test_column_agrees_with_autograd_in_every_value_and_gradient(N):
+def test_mlp_steps_agrees_with_autograd_in_every_value_and_gradient(N):
     p, flat = random_parameters(mlp_config(True, 'tanh'), rng(N))
     X, Y = mlp_batch_of(rng(1, N), N)
-    loss, a = m.mlp_steps(p, X, Y)
-    d = backward.mlp_steps_backward(p, X, Y, a)
+    loss, values = m.mlp_steps(p, X, Y)
+    d = backward.mlp_steps_backward(p, X, Y, values)
     leaves = tensors(p)
-    their_loss, values = torch_column(leaves, torch.tensor(X), torch.tensor(Y))
+    their_loss, theirs = torch_mlp_steps(leaves, torch.tensor(X), torch.tensor(Y))
     their_loss.backward()
     assert loss == pytest.approx(their_loss.item(), rel=AGREEMENT)
-    assert sorted(values) == sorted(a)
-    for name, value in {**leaves, **values}.items():
+    assert list(theirs) == list(values)
+    for name, value in {**p, **values}.items():
+        their = {**leaves, **theirs}[name]
         floor = ZERO if name in ZERO_BY_NATURE else 0
-        assert error(d[name], value.grad.numpy(), floor) <= AGREEMENT, name
-        assert error(a.get(name, p.get(name)), value.detach().numpy()) <= AGREEMENT, name
+        assert error(d[name], their.grad.numpy(), floor) <= AGREEMENT, name
+        assert error(value, their.detach().numpy()) <= AGREEMENT, name
 
 
 # ---- Layers
@@ -82,10 +83,10 @@ def torch_batchnorm(x, gain, bias):
     return F.batch_norm(x, None, None, gain * share**0.5, bias, training=True, eps=1e-5 * share)
 
 
-def torch_attention(qkv, t, path, heads=3):
-    """One row after the other, its query against the keys on its path."""
+def torch_attention(qkv, position, ancestors, heads=3):
+    """One node after the other, its query against the keys of its ancestors and itself."""
     contexts = []
-    for seen in path.split((t + 1).tolist()):
+    for seen in ancestors.split((position + 1).tolist()):
         q, k, v = qkv[seen].view(len(seen), 3, heads, -1).permute(1, 2, 0, 3)
         contexts.append(F.scaled_dot_product_attention(q[:, -1:], k, v).flatten())
     return torch.stack(contexts)
@@ -102,15 +103,13 @@ TORCH_ACTIVATIONS = dict(
 TORCH_LAYERS = dict(
     **TORCH_NORMS, **TORCH_ACTIVATIONS,
     embedding=lambda C, X: F.embedding(X, C).flatten(1),
+    embedding_of_one_id=lambda C, X: F.embedding(X, C),
     add_bias=lambda b, x: x + b,
     linear=lambda x, W, b: F.linear(x, W.T, b),
     linear_without_bias=lambda x, W: F.linear(x, W.T),
     batchnorm=torch_batchnorm,
     softmax=lambda z: F.softmax(z, 0),
     attention=torch_attention,
-    residual=lambda x, branch, mask: x + branch,
-    dropout=lambda x, branch, mask: x + branch * mask,
-    head=F.linear,
     cross_entropy=lambda logits, Y: F.cross_entropy(logits, Y))
 
 
@@ -149,14 +148,16 @@ def torch_causal_attention(qkv, heads):
     return context.transpose(0, 1).reshape(len(qkv), -1)
 
 
-def torch_gpt(config, p, X, Y, t, path, at, masks=None):
-    """All rows of all names, end to end."""
-    X, t = X[at], t[at]
+def torch_gpt(config, p, X, position, ancestors, Y, predicted_from, masks=None):
+    """All names end to end, without a tree: a row for every prediction."""
+    X, position = X[predicted_from], position[predicted_from]
     lengths = torch.diff(torch.nonzero(Y == 0)[:, 0], prepend=torch.tensor([-1]))
     norm, act = TORCH_NORMS[config['norm']], TORCH_ACTIVATIONS[config['act']]
     if masks is None:
-        masks = torch.ones(2*config['layers'], 1, 1).expand(-1, len(at), 1)
-    masks, x = masks[:, at], F.embedding(X[:, 0], p['C']) + F.embedding(t, p['P'])
+        masks = torch.ones(2*config['layers'], 1, 1).expand(-1, len(position), 1)
+    else:
+        masks = masks[:, predicted_from]
+    x = F.embedding(X, p['C']) + F.embedding(position, p['P'])
     for l in range(config['layers']):
         qkv = F.linear(norm(x, p['gain'][2*l]), p['Wqkv'][l].T)
         context = torch.cat([torch_causal_attention(name, config['heads'])
@@ -171,15 +172,15 @@ TORCH_MODELS = dict(mlp=torch_mlp, gpt=torch_gpt)
 
 
 def from_checkpoint(tmp_path, config, p):
-    """Write a checkpoint of p; return what m.load and what NumPy alone read in it, in float64."""
+    """Write a checkpoint of p; return what train.load and what NumPy alone read, in float64."""
     statistics = {}
     if config.get('batchnorm'):
         statistics = dict(bnmean=np.zeros(7, np.float32), bnvar=np.ones(7, np.float32))
-    kept, size = dict(p=p, statistics=statistics), sum(w.size for w in p.values())
-    path = str(tmp_path / 'twin.npz')
-    m.save(path, dict(config=config, vocabulary=VOCABULARY, step=0, best_step=0, history=[],
-                      moments=np.zeros((2, size), np.float32), best=kept, latest=kept))
-    ours = {name: w.astype(np.float64) for name, w in m.load(path)['best']['p'].items()}
+    moments = np.zeros((2, sum(w.size for w in p.values())), np.float32)
+    config, path = dict(config, optimizer='adam'), tmp_path / 'twin.npz'
+    best = m.Model(config, VOCABULARY, p, statistics)
+    train.save(path, train.Run(config, VOCABULARY, p, moments, best))
+    ours = {name: w.astype(np.float64) for name, w in train.load(path).best.p.items()}
     with np.load(path) as file:
         return ours, {name: file[f'best.{name}'].astype(np.float64) for name in p}
 
@@ -209,7 +210,7 @@ def test_gpt_from_a_checkpoint_agrees_with_its_torch_twin(tmp_path, act, norm, d
     config = gpt_config(norm, act, 2, 4)
     batch, masks = gpt_batch_of(config, WORDS), None
     if dropout:
-        masks = (rng(3).random((4, len(batch[0]), 12)) >= 0.3) / 0.7
+        masks = (rng(3).random((4, len(batch.X), 12)) >= 0.3) / 0.7
     check_model(tmp_path, config, batch, masks)
 
 
@@ -250,15 +251,15 @@ def test_train_step_agrees_with_torch_adamw_over_50_steps(weight_decay):
     config = dict(mlp_config(True, 'tanh'), backward='steps', optimizer='adam', steps=50, lr=0.02,
                   weight_decay=weight_decay)
     p, flat = random_parameters(config, rng(1))
-    leaves, moments = tensors(p), np.zeros((2, len(flat)))
-    ours = train.new_run(
-        dict(config=config, step=0, latest=dict(p=p), moments=moments), None, None)
+    leaves, ours = tensors(p), train.Run(config, VOCABULARY, p, np.zeros((2, len(flat))), None)
+    flat_g = np.full((1, len(flat)), np.nan)
+    g = m.views(m.parameter_shapes(config), flat_g[0])
     theirs = torch.optim.AdamW([
         dict(params=[w for w in leaves.values() if w.ndim == 2], weight_decay=weight_decay),
         dict(params=[w for w in leaves.values() if w.ndim == 1], weight_decay=0)])
     for step in range(50):
         batch = mlp_batch_of(rng(2, step), 32)
-        loss = train.train_step(ours, [batch], step)
+        loss = train.train_step(ours, batch, flat, flat_g, g, [])
         for group in theirs.param_groups:
             group['lr'] = train.learning_rate(config, step)
         theirs.zero_grad()
@@ -266,6 +267,6 @@ def test_train_step_agrees_with_torch_adamw_over_50_steps(weight_decay):
         their_loss.backward()
         theirs.step()
         assert loss == pytest.approx(their_loss.item(), rel=AGREEMENT)
-    far = distance(ours['p'], leaves)
+    far = distance(p, leaves)
     assert far.pop('b1') <= 5e-5        # its gradient is rounding, and Adam divides it by its size
     assert max(far.values()) <= AGREEMENT
