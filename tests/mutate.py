@@ -58,6 +58,8 @@ EXPLAINED = {
     'add_at(dC, X.reshape(-1), demb.reshape(-2, dC.shape[1]))': UNKNOWN,
     'db[j] += dy[i, j] -> db[j] += dy[(i - 1), j]':
         'the rows are added in another order, beginning with the last',
+    'dbias[j] += dy[i, j] -> dbias[j] += dy[(i - 1), j]':
+        'the rows are added in another order, beginning with the last',
     'scratch = np.empty((2, position.max() + 1), qkv.dtype) -> '
     'scratch = np.empty((3, position.max() + 1), qkv.dtype)': LARGER,
     'scratch = np.empty((2, position.max() + 1), qkv.dtype) -> '
