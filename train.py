@@ -236,20 +236,23 @@ def work(connection, others, config, examples, step, memory, processes, k):
 @contextlib.contextmanager
 def start_processes(config, examples, step, memory, processes):
     """Within this context processes 1, 2, ... are at work; it gives a connection to each."""
-    connections = []
+    connections, started = [], []
     try:
         for k in range(1, processes):
             connection, theirs = multiprocessing.Pipe()
             connections.append(connection)
-            multiprocessing.Process(target=work, daemon=True, args=(
-                theirs, connections, config, examples, step, memory, processes, k)).start()
+            started.append(multiprocessing.Process(target=work, daemon=True, args=(
+                theirs, connections, config, examples, step, memory, processes, k)))
+            started[-1].start()
             theirs.close()
         yield connections
     except (EOFError, ConnectionError):                    # of send() and recv() in train_step
         raise UserError('a process of this run has died; --resume goes on from the last checkpoint')
     finally:
         for connection in connections:
-            connection.close()
+            connection.close()          # its process ends
+        for process in started:
+            process.join()
 
 
 def train_step(run, shard, flat, flat_g, g, connections):
