@@ -40,7 +40,7 @@ GPT_DEFAULTS = dict(model='gpt', context=16, embd=64, layers=4, heads=4, act='ge
 # A kernel is a function of loops that Numba compiles at its first call and caches on disk. It may
 # reorder sums (reassoc), fuse a*b + c (contract), multiply by 1/x to divide (arcp) and ignore the
 # sign of zero (nsz); NaN and 1/0 = infinity are as in NumPy (error_model).
-kernel = numba.njit(cache=True, error_model='numpy',
+kernel = numba.njit(cache=not numba.config.BOUNDSCHECK, error_model='numpy',
                     fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
 
 

@@ -597,8 +597,8 @@ def main(argv=None):
                 for name, part in parts.items()}
     if check:
         batch = m.BATCH[config['model']](examples['train'], np.arange(4))
-        rng = np.random.default_rng(1)
-        if not all(backward.prove_model(config['model'], config, batch, rng, np.float64, 50)):
+        proof = backward.prove_model, config, batch, np.float64, np.random.default_rng(1), 50
+        if not all(backward.prove(config['model'], *proof)):
             raise UserError('a gradient is wrong, so nothing was trained: see python backward.py')
     if not going_on:
         move_aside(out)

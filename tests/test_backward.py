@@ -1,3 +1,4 @@
+import importlib.util
 import itertools
 import os
 import re
@@ -523,59 +524,170 @@ def test_trap_an_unlikely_character_has_a_finite_loss_in_layers_only():
 
 # ---- The gradient check
 
-@pytest.mark.slow
-def test_the_proof_is_of_all_layers_and_of_models_with_and_without(capsys):
-    assert backward.main([]) == 0
+TITLES = ['embedding', 'linear', 'batchnorm', *ACTIVATIONS, 'cross_entropy', *NORMS, 'attention',
+          'mlp_steps', 'mlp_no_norm', 'mlp', 'gpt_dropout', 'gpt']
+ROW = r'(?m)^(\S*) +d(\w+) +\((.*?)\) +(\S+)  (ok|WRONG)$'
+
+
+@pytest.mark.parametrize('dtype', ['float64', 'float32'])
+def test_the_proof_is_of_all_layers_all_steps_and_of_models_with_and_without(capsys, dtype):
+    assert backward.main(['--dtype', dtype]) == 0
     report = capsys.readouterr().out
-    names = re.findall(r'(?m)^(\S.*?)  +d\w+ +\(', report)
-    assert names == [
-        'embedding', 'linear', 'batchnorm', *ACTIVATIONS, 'cross_entropy', *NORMS, 'attention',
-        'mlp_steps', 'mlp, no norm', 'mlp', 'gpt, dropout', 'gpt']
-    assert len(re.findall('  ok$', report, re.MULTILINE)) == 52
-    assert report.endswith('\n52 of 52 gradients are right to 1e-07\n')
+    rows = re.findall(ROW, report)
+    assert [title for title, *_ in rows if title] == TITLES
+    assert len(rows) == 75 and {state for *_, state in rows} == {'ok'}
+    first = [title for title, *_ in rows].index('mlp_steps')
+    assert sorted(name for _, name, *_ in rows[first:first + 26]) == sorted(
+        [*m.MLP_PARAMETERS, *INTERMEDIATES])
+    tolerance = backward.TOLERANCE[dtype]
+    assert report.endswith(f'\n75 of 75 gradients are right to {tolerance:g}\n')
 
 
-@pytest.mark.parametrize('element, along, right', [
-    (1e-9, 1e-9, True), (1e-3, 1e-9, False), (1e-9, 1e-3, False), (np.nan, 1e-9, False),
-    (1e-9, np.nan, False)])
-def test_an_error_that_is_large_or_nan_is_no_proof(element, along, right, capsys, monkeypatch):
-    errors = iter([0, element, 0, along])
-    monkeypatch.setattr(backward, 'error_along', lambda *_: next(errors))
-    w = np.ones(3)
-    assert backward.prove('x', lambda: (1., None), dict(w=(w, w)), rng(1)) == [right]
-    assert capsys.readouterr().out.endswith('  ok\n' if right else '  WRONG\n')
+def test_only_what_was_asked_for_is_proven(capsys):
+    assert backward.main(['--only', 'gelu', 'linear']) == 0
+    rows = re.findall(ROW, capsys.readouterr().out)
+    assert [(title, name) for title, name, *_ in rows] == [
+        ('gelu', 'x'), ('linear', 'x'), ('', 'W'), ('', 'b')]
+    with pytest.raises(SystemExit):
+        backward.main(['--only', 'nothing'])
 
 
-def test_the_proof_sees_a_wrong_gradient_and_leaves_all_values_as_they_were():
+def quadratic(*arrays):
+    """A run() for compare(): the loss is the sum of all squares, so dw = 2 w."""
+    return lambda name: (sum((w**2).sum() for w in arrays), None)
+
+
+@pytest.mark.parametrize('n', [None, 3])
+def test_the_proof_sees_a_wrong_gradient_and_leaves_all_values_as_they_were(n):
     w, v = normal(rng(1), (3, 4), 5)
     before = w.copy(), v.copy()
     wrong = 2 * w
     wrong[1, 2] += 1e-4
 
-    def proof(dw, dv, samples=None):
-        return backward.prove('x', lambda: ((w**2).sum() + (v**2).sum(), None),
-                              dict(w=(w, dw), v=(v, dv)), rng(1), samples)
+    def proof(dw, dv):
+        return backward.compare(quadratic(w, v), dict(w=(w, dw), v=(v, dv)), rng(1), n)
 
     assert proof(2 * w, 2 * v) == [True, True]
     assert proof(wrong, 2 * v) == [False, True]
-    assert proof(wrong, 2 * v, samples=1) == [False, True]           # along the direction
     assert proof(2 * w, np.full(5, np.nan)) == [True, False]
+    assert proof(..., 2 * v) == [None, True]
+    assert proof(2 * w[:, :3], None) == [False, False]
     assert (w == before[0]).all() and (v == before[1]).all()
 
 
-def test_a_block_of_which_every_element_turns_a_corner_is_proven_along_a_direction(capsys):
-    w, turned = np.ones(3), iter(range(1 + 3 * 2))         # two looks at each element
-    blocks = dict(w=(w, 2 * w))
-    assert backward.prove('x', lambda: ((w**2).sum(), next(turned, 0)), blocks, rng(1)) == [True]
-    element, along = map(float, capsys.readouterr().out.split()[-3:-1])
-    assert element == 0 and 0 < along <= 1e-9
+def test_the_first_wrong_gradient_is_explained_by_its_worst_element(capsys):
+    w, v = np.arange(1., 7).reshape(2, 3), np.arange(1., 4)
+    wrong = 2 * w
+    wrong[1, 0] = 5
+    backward.compare(quadratic(w, v), dict(w=(w, wrong), v=(v, 3 * v)), rng(1))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].strip() == 'at (1, 0) by hand 5, by differences 8'
+    assert len(lines) == 3 and lines[2].endswith('WRONG')  # may follow from the first
 
 
-def test_one_wrong_gradient_among_all_is_counted_and_is_the_exit_status(capsys, monkeypatch):
-    monkeypatch.setattr(backward, 'prove_layers', lambda *_: [True, False, True])
-    monkeypatch.setattr(backward, 'prove_model', lambda *_: [True, True])
-    assert backward.main([]) == 1
-    assert capsys.readouterr().out.endswith('\n12 of 13 gradients are right to 1e-07\n')
+def test_a_forgotten_factor_is_named(capsys):
+    v = np.arange(1., 4)
+    backward.compare(quadratic(v), dict(v=(v, 3 * v)), rng(1))
+    assert capsys.readouterr().out.endswith(
+        'at (2,) by hand 9, by differences 6, everywhere 1.5 times as much\n')
+
+
+def test_elements_at_a_corner_of_a_relu_are_left_out_and_nothing_else_is():
+    w, dw = np.array([1., -2., 3.]), np.array([2., 5., 6.])                 # dw[1] is wrong
+
+    def run(name, corner):
+        return (w**2).sum(), w[1] > -2 if corner else None
+
+    assert backward.compare(lambda name: run(name, False), dict(w=(w, dw)), rng(1)) == [False]
+    assert backward.compare(lambda name: run(name, True), dict(w=(w, dw)), rng(1)) == [True]
+    dw[1] = np.nan
+    assert backward.compare(lambda name: run(name, True), dict(w=(w, dw)), rng(1)) == [False]
+
+
+def test_a_loss_that_is_nan_or_turns_a_corner_everywhere_proves_nothing():
+    w, looks = np.ones(3), itertools.count()
+    for loss in (lambda name: (np.nan, None)), (lambda name: ((w**2).sum(), next(looks))):
+        assert backward.compare(loss, dict(w=(w, 2 * w)), rng(1)) == [False]
+
+
+@pytest.fixture
+def proof_of(tmp_path, monkeypatch, capsys):
+    """proof_of(old, new, only): what the proof says that is not ok, if `new` stands for `old`."""
+    def proof_of(old, new, only, compiled=False):
+        source = Path(backward.__file__).read_text('utf-8')
+        assert old in source
+        (tmp_path / 'backward.py').write_text(source.replace(old, new), 'utf-8')
+        if not compiled:
+            monkeypatch.setattr(m, 'kernel', lambda function: function)     # plain Python is faster
+        changed = importlib.util.spec_from_file_location('changed', tmp_path / 'backward.py')
+        module = importlib.util.module_from_spec(changed)
+        changed.loader.exec_module(module)
+        assert module.main(['--only', only]) == 1
+        title, *lines = capsys.readouterr().out.splitlines()
+        return '\n'.join(line.strip() for line in lines[:-2] if not line.endswith(' ok'))
+    return proof_of
+
+
+@pytest.mark.parametrize('old, new, only, said', [
+    ('dbndiff += 2 * bndiff', 'dbndiff = 2 * bndiff', 'mlp_steps',
+     r'dbndiff .*WRONG\nat \(\d+, \d\) by hand'),
+    ('db2 = dlogits.sum(0)', 'db2 = dlogits.sum(1)', 'mlp_steps',
+     r'db2 +\(27,\) +WRONG: its shape is \(20,\)$'),
+    ('db2 = dlogits.sum(0)', 'db2 = dlogits.sum(0, keepdims=True)', 'mlp_steps',
+     r'db2 +\(27,\) +WRONG: its shape is \(1, 27\)$'),
+    ('Y] = -1 / N', 'Y] = -1', 'mlp_steps',
+     r'mlp_steps +dlogprobs .*WRONG\n.*everywhere 20 times as much'),
+    ('dh = dlogits @ W2.T', 'dh = dlogits @ W2', 'mlp_steps',
+     r'mlp_steps +ValueError: matmul.*\nline \d+: dh = dlogits @ W2 +#'),
+    ('/ (N - 1) * dbnvar', '/ N * dbnvar', 'mlp_steps',
+     r'dbndiff2 .*WRONG\n.*everywhere 0.95 times as much'),
+    ('(bnvar + 1e-5)**-1.5', '(bnvr + 1e-5)**-1.5', 'mlp_steps',
+     r"mlp_steps +NameError: name 'bnvr' is not defined\nline \d+: dbnvar = .*bnvr"),
+    ('dlogprobs / probs', 'dlogprobs / (probs - probs)', 'mlp_steps',
+     r'dprobs +\(20, 27\) +nan  WRONG\n'),
+    ('return np.dot(dy, W.T)', 'np.dot(dy, W.T)', 'linear',
+     r'linear +dx +\(3, 5\) +WRONG: its shape is \(\)$'),
+    ('def linear_backward(dy, x', 'def linear_backward(dout, x', 'linear',
+     r"linear +NameError: name 'dy' is not defined\nline \d+: np.dot\(x.T, dy"),
+    ('    db[:] = 0\n', '', 'linear', r'db .*WRONG\nat'),
+    ('db[j] += dy[i, j]', 'db[j] = dy[i, j]', 'linear', r'db .*WRONG\nat'),
+    ('dC[ids[i]]\n', 'dC[ids[i]]\n        drow[:] = 0\n', 'embedding', 'embedding +dC .*WRONG'),
+    ('        for j in range(E):\n            dx[i, j] = inv',
+     '        for j in range(E + 1):\n            dx[i, j] = inv', 'rmsnorm',
+     r'rmsnorm +IndexError: index 5 is out of bounds.*\nline \d+: dx\[i, j\]')])
+def test_the_place_of_a_mistake_is_the_first_that_the_proof_names(proof_of, old, new, only, said):
+    report = proof_of(old, new, only)
+    assert re.match(said, report), report
+
+
+def test_an_error_of_the_compiler_becomes_one_line(proof_of):
+    report = proof_of('mean /= dy.dtype.type(E)', 'mean /= dy.dtype.type(F)', 'rmsnorm', True)
+    assert re.match(r"rmsnorm +\w+: .*name 'F' is not defined\nline \d+: .*BACKWARD.*$", report)
+
+
+def test_what_is_not_written_yet_is_neither_right_nor_wrong(proof_of):
+    report = proof_of('    np.dot(x.T, dy, out=dW)', '    raise NotImplementedError\n#', 'linear')
+    assert re.match('linear +not written yet$', report)
+    report = proof_of('np.add.at(dC, X, demb)', 'dC = ...', 'mlp_steps')
+    assert re.match(r'dC +\(27, 3\) +not written yet$', report)
+
+
+@pytest.mark.slow
+def test_an_index_out_of_bounds_is_seen_if_bounds_are_checked(tmp_path):
+    """Also where kernels without that check are in the cache."""
+    for name in 'model.py', 'backward.py':
+        shutil.copy(Path(m.__file__).parent / name, tmp_path)
+    shutil.copytree(m.NAMES.parent, tmp_path / 'data')
+    source = (tmp_path / 'backward.py').read_text('utf-8')
+    old = 'for j in range(E):\n            dx[i, j] = inv'
+    assert old in source
+    (tmp_path / 'backward.py').write_text(source.replace(old, old.replace('E', 'E + 1')), 'utf-8')
+    for bounds in '0', '1':
+        done = subprocess.run(
+            [sys.executable, tmp_path / 'backward.py', '--only', 'rmsnorm'], text=True,
+            capture_output=True, env=dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path / 'cache'),
+                                          NUMBA_BOUNDSCHECK=bounds))
+    assert done.returncode == 1 and 'rmsnorm        IndexError' in done.stdout
 
 
 # ---- Kernels on disk
