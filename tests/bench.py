@@ -3,6 +3,9 @@
 Other work on a machine comes and goes. So whatever is compared runs interleaved: a turn of some
 tens of milliseconds for each, in an order drawn anew, for many rounds. A ratio is taken within
 each round. A cell states the median of the rounds and, in brackets, the quartiles.
+
+`python tests/bench.py --scaling` shows in 3 minutes what the cost grows with, `--scatter` in less
+than one the ways to add up the gradient of an embedding, and the wrong line among them.
 """
 import argparse
 import contextlib
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import model as m
+import backward
 import train
 
 import numba
@@ -490,6 +494,131 @@ def scaling(kept, rounds):
           ['lines', 'MB on disk', 's to load', 'MB, MLP', 'MB, GPT'], rows)
 
 
+# ---- The gradient of an embedding
+
+VOCABULARIES = 27, 1000, 30000
+
+
+def contexts(V):
+    """Ids X (32,3): of names for 27 characters, otherwise drawn by Zipf's law.
+
+    By this law the k-th id has a probability proportional to 1/k, about as words in a text have.
+    """
+    rng = np.random.default_rng(1)
+    if V == 27:
+        return m.first_batch(m.MLP_DEFAULTS, 32, rng)[1].X
+    weights = 1 / np.arange(1, V + 1)
+    return rng.choice(V, (32, 3), p=weights / weights.sum())
+
+
+def onehot(X, V):
+    """A row for each id in X: 1 in the column of the id, 0 in all others."""
+    hot = np.zeros((X.size, V), np.float32)
+    hot[np.arange(X.size), X.reshape(-1)] = 1
+    return hot
+
+
+def ways_to_add(dC, X, demb):
+    """{the way: a call that is to add the rows of demb (N,T,E) to the rows X (N,T) of dC (V,E)}."""
+    V, E = dC.shape
+    dembcat, drows = demb.reshape(len(X), -1), demb.reshape(-1, E)
+
+    def double_loop():
+        for n in range(X.shape[0]):
+            for t in range(X.shape[1]):
+                dC[X[n, t]] += demb[n, t]
+
+    def product():
+        dC[...] += onehot(X, V).T @ drows
+
+    def line_that_looks_right():
+        dC[X] += demb
+
+    ways = {'the double loop in Python': double_loop,
+            'np.add.at(dC, X, demb)': lambda: np.add.at(dC, X, demb),
+            'dC += onehot(X).T @ demb': product,
+            'embedding_backward(demb, X, dC)':
+                lambda: backward.embedding_backward(dembcat, X, dC)}
+    if torch:
+        tensor, index, source = map(torch.from_numpy, (dC, X.reshape(-1), drows))
+        ways['dC.index_add_(0, X, demb), PyTorch'] = lambda: tensor.index_add_(0, index, source)
+    return {**ways, 'dC[X] += demb': line_that_looks_right}
+
+
+def ways_to_fetch(C, X):
+    """{the way: a call that returns the rows X (N,T) of C (V,E) side by side, (N,T*E)}."""
+    return {'embedding(C, X)': lambda: m.embedding(C, X),
+            'onehot(X) @ C': lambda: (onehot(X, len(C)) @ C).reshape(len(X), -1)}
+
+
+def race_ways(kept, rounds, title, calls, result):
+    """A table of the calls {V: {way: call}}: is each result what the first way gives, and its time.
+
+    result(V, call) is what a call computes.
+    """
+    results = {V: {way: result(V, call) for way, call in calls[V].items()} for V in calls}
+    times = race({(V, way): turn(call) for V in calls for way, call in calls[V].items()}, rounds)
+    ways = list(calls[27])
+    right = {way: all(np.allclose(results[V][way], results[V][ways[0]], atol=1e-5) for V in calls)
+             for way in ways}
+    table(kept, title, ['', 'right', *(f'µs, V = {V:,}' for V in calls)],
+          [[way, 'right' if right[way] else 'wrong', *(1e6 * times[V, way] for V in calls)]
+           for way in ways])
+
+
+def scatter(kept, rounds):
+    """The ways to add up the gradient of C and to fetch its rows; what a large table costs."""
+    E, rng = m.MLP_DEFAULTS['embd'], np.random.default_rng(2)
+    X = {V: contexts(V) for V in VOCABULARIES}
+    C = {V: rng.standard_normal((V, E), np.float32) for V in X}
+    dC, demb = {V: np.zeros_like(C[V]) for V in X}, rng.standard_normal((32, 3, E), np.float32)
+
+    def gradient(V, add):
+        dC[V][:] = 0
+        add()
+        return dC[V].copy()
+
+    distinct = ', '.join(f'{len(np.unique(X[V]))} of {V:,}' for V in X)
+    race_ways(kept, rounds, f'Adding 96 rows of demb to {distinct} rows of dC (ids of names for '
+              "27, by Zipf's law for more)",
+              {V: ways_to_add(dC[V], X[V], demb) for V in X}, gradient)
+    race_ways(kept, rounds, 'Fetching 96 rows of C, by looking them up, and as the product with '
+              'the matrix of a first layer',
+              {V: ways_to_fetch(C[V], X[V]) for V in X}, lambda V, fetch: fetch())
+    dense(kept, rounds)
+
+
+def dense(kept, rounds):
+    """How much of a step is work on rows that the batch has not fetched.
+
+    All rows of dC are set to 0, and Adam goes over all rows of C. Sparse gradients, which hold only
+    the rows that were fetched, are among what this project leaves out.
+    """
+    V, E = VOCABULARIES[-1], 64
+    config, rng = dict(m.MLP_DEFAULTS, vocab_size=V, embd=E), np.random.default_rng(1)
+    shapes, batch = m.parameter_shapes(config), m.MLPBatch(contexts(V), contexts(V)[:, 0].copy())
+    flat = np.concatenate([w.ravel() for w in m.make_parameters(config, rng).values()])
+    flat_g, moments = np.zeros_like(flat), np.zeros((2, flat.size), np.float32)
+    p, g = m.views(shapes, flat), m.views(shapes, flat_g)
+    C, dC, moments_of_C = p['C'].ravel(), g['C'], np.zeros((2, V * E), np.float32)
+    demb = rng.standard_normal((len(batch.X), batch.X.shape[1] * E), np.float32)
+
+    def step():
+        backward.gradient(config, p, batch, g)
+        train.adam(flat, flat_g, moments, 0., 1)           # at the rate 0 each step is the same
+
+    parts = {'the whole step': step,
+             'adding up dC': lambda: backward.embedding_backward(demb, batch.X, dC),
+             'setting dC to 0': lambda: dC.fill(0),
+             'Adam over C': lambda: train.adam(C, dC.ravel(), moments_of_C, 0., 1)}
+    times = race({part: turn(call) for part, call in parts.items()}, rounds)
+    times['the last two'] = times['setting dC to 0'] + times['Adam over C']
+    table(kept, f'A step of the MLP with Adam and a table of {V:,} x {E}, of which the batch '
+          f'fetches {len(np.unique(batch.X))} rows', ['', 'ms', '% of the step'],
+          [[part, 1e3 * seconds, 100 * seconds / times['the whole step']]
+           for part, seconds in times.items()])
+
+
 # ---- The command line
 
 def machine():
@@ -516,10 +645,12 @@ def main(argv=None):
     parser.add_argument('--rounds', type=int, default=30, help='the more the surer (30)')
     parser.add_argument('--only', choices=SECTIONS, help='one part of it')
     parser.add_argument('--scaling', action='store_true', help='instead: what the cost grows with')
+    parser.add_argument('--scatter', action='store_true',
+                        help='instead: the ways to add up the gradient of an embedding')
     parser.add_argument('--json', metavar='FILE', help='keep the figures of all rounds')
     args = parser.parse_args(argv)
-    chosen = [scaling] if args.scaling else [SECTIONS[args.only]] if args.only else \
-        SECTIONS.values()
+    chosen = [scaling] if args.scaling else [scatter] if args.scatter else \
+        [SECTIONS[args.only]] if args.only else SECTIONS.values()
     kept, about = [], machine()
     print(about)
     for section in chosen:
