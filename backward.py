@@ -1,9 +1,10 @@
 """A language model from scratch, file 2 of 4: every gradient of model.py by hand, and the proof.
 
 The functions stand in the order of model.py: linear_backward belongs to linear, and so on. dW is
-the gradient of the loss with respect to W, and has exactly the shape of W; so it is for all names.
-Where a value is used more than once, each use contributes to its gradient: the first contribution
-is written with =, later ones with +=. `python backward.py` checks every gradient.
+the gradient of the loss with respect to W, and has exactly the shape of W (textbooks call this the
+denominator layout); so it is for all names. Where a value is used more than once, the first
+contribution to its gradient is written with =, later ones with +=. `python backward.py` checks
+every gradient.
 """
 import argparse
 import inspect
@@ -24,7 +25,12 @@ import numpy as np
 # ---- The MLP, one operation at a time: from the loss back to C
 
 def mlp_steps_backward(p, X, Y, values):
-    """The gradient of all `values`, which mlp_steps returned, and of all parameters, by name."""
+    """The gradient of all `values`, which mlp_steps returned, and of all parameters, by name.
+
+    Five patterns are enough. A function of each element: times its derivative. A product: each
+    factor gets the gradient times the other one. What was broadcast is summed. What was summed is
+    broadcast. What was used more than once: the contributions are added.
+    """
     C, W1, b1, bngain, bnbias, W2, b2 = (p[name] for name in MLP_PARAMETERS)
     (emb, embcat, hprebn, bnmeani, bndiff, bndiff2, bnvar, bnvar_inv, bnraw, hpreact, h,
      logits, logit_maxes, norm_logits, counts, counts_sum, counts_sum_inv, probs,
@@ -36,12 +42,12 @@ def mlp_steps_backward(p, X, Y, values):
     dlogprobs[np.arange(N), Y] = -1 / N                    # (N,)
     # logprobs = log(probs)
     dprobs = dlogprobs / probs                             # (N, V)
-    # probs = counts * counts_sum_inv, (N, V) * (N, 1): what was broadcast is summed on the way back
+    # probs = counts * counts_sum_inv, (N, V) * (N, 1)
     dcounts = dprobs * counts_sum_inv                      # (N, V)  1 of 2
     dcounts_sum_inv = (dprobs * counts).sum(1, keepdims=True)                   # (N, 1)
     # counts_sum_inv = counts_sum**-1
     dcounts_sum = -dcounts_sum_inv * counts_sum_inv**2     # (N, 1)
-    # counts_sum = counts.sum(1): what was summed is broadcast on the way back
+    # counts_sum = counts.sum(1)
     dcounts += dcounts_sum                                 # (N, V)  2 of 2
     # counts = exp(norm_logits)
     dnorm_logits = dcounts * counts                        # (N, V)
@@ -78,7 +84,7 @@ def mlp_steps_backward(p, X, Y, values):
     dembcat = dhprebn @ W1.T                               # (N, T*E)
     dW1 = embcat.T @ dhprebn                               # (T*E, H)
     db1 = dhprebn.sum(0)                                   # (H,)  0 up to rounding: b1 cancels
-    # embcat = emb.reshape(N, -1): the same numbers in another shape
+    # embcat = emb.reshape(N, -1): the same numbers in another shape, changed back
     demb = dembcat.reshape(emb.shape)                      # (N, T, E)
     # emb = C[X]: a row of C was copied to every place where its id stands in X, so its gradient is
     # the sum over these places. dC[X] += demb would add only one of them for each row.
@@ -126,7 +132,7 @@ def sum_rows(dy, db):
 
 
 def linear_backward(dy, x, W, dW, db=None):
-    """dx = dy W^T, dW = x^T dy, db = the sum of the rows of dy. Source: A.5.
+    """dx = dy W^T; also fills dW = x^T dy and db, the sum of the rows of dy. Source: A.5.
 
     The shapes (N,I), (I,O) and (N,O) of x, W and dy admit no other products.
     """
@@ -194,7 +200,10 @@ def silu_backward(dy, x, y, gate):
 
 
 def gelu_backward(dy, x, y, gate):
-    """dx = dy (gate + x gate (1 - gate) 2u'), with u' = c (1 + 3 a x^2). Source: A.2."""
+    """dx = dy (gate + x gate (1 - gate) 2u'), with u' = c (1 + 3 a x^2). Source: A.2.
+
+    Two terms, because x is used twice: as the factor, and in the gate.
+    """
     slope = GELU_C * (1 + 3 * GELU_A * x * x)              # (N, H)  u'
     return dy * (gate + 2 * x * gate * (1 - gate) * slope)                      # (N, H)
 
@@ -566,6 +575,38 @@ def tanh_gradients(sizes, init):
     return acts['h'], dh, tanh_backward(dh, acts['hpreact'], acts['h'], None)
 
 
+def plot(path):
+    """Draw all values of mlp_steps with their gradients, and what the first values do to tanh."""
+    from matplotlib.figure import Figure
+
+    config, batch = m.first_batch(m.MLP_DEFAULTS, 32, np.random.default_rng(1))
+    p = m.make_parameters(config, np.random.default_rng(1))
+    _, values = m.mlp_steps(p, *batch)
+    figure = Figure((9, 11), layout='constrained')
+    top, bottom = figure.subfigures(2, height_ratios=[4, 1])
+    top.suptitle('From the loss back to C, row by row: each value and, below it, its gradient\n'
+                 '(red is positive, blue is negative; ± is the number of the darkest colour)')
+    gradients = mlp_steps_backward(p, *batch, values)
+    for part, (name, gradient) in zip(top.subfigures(4, 7).flat, gradients.items()):
+        pair = {name: {**values, **p}[name], 'd' + name: gradient}
+        for axes, (label, array) in zip(part.subplots(2), pair.items()):
+            largest, rows = abs(array).max(), np.atleast_2d(array)
+            image = rows.reshape(len(rows), -1) / (largest or 1)
+            axes.imshow(image.round(1), 'coolwarm', vmin=-1, vmax=1, aspect='auto',
+                        interpolation='nearest')           # 21 colours make a small file
+            axes.set_title(f'{label}\n{array.shape} ±{largest:.2g}', size=8)
+            axes.set_axis_off()
+    left, right = bottom.subplots(1, 2)
+    left.set(title='h without batch norm, by first values', xticks=[-1, 0, 1], ylabel='elements')
+    right.set(title='dhpreact, as a multiple of the mean |dh|')
+    for init in 'naive', 'kaiming':
+        h, dh, dhpreact = tanh_gradients({}, init)
+        left.hist(h.ravel(), np.linspace(-1, 1, 40), label=init, alpha=0.6)
+        right.hist(dhpreact.ravel() / abs(dh).mean(), np.linspace(-4, 4, 40), label=init, alpha=0.6)
+    right.legend()
+    figure.savefig(path)
+
+
 def main(argv=None):
     """Prove all layers and both models; returns 1 if a gradient is wrong or not written, else 0."""
     rng = np.random.default_rng(1)
@@ -582,7 +623,13 @@ def main(argv=None):
     parser.add_argument('--dtype', choices=TOLERANCE, default='float64', help='precision (float64)')
     parser.add_argument('--only', choices=proofs, default=proofs, nargs='+', metavar='NAME',
                         help='prove only these: ' + ' '.join(proofs))
+    parser.add_argument('--plot', metavar='FILE', help='draw values and gradients, prove nothing')
     args = parser.parse_args(argv)
+    if args.plot:
+        try:
+            return plot(args.plot)
+        except (ImportError, ValueError, OSError) as error:
+            parser.error(f'--plot {args.plot}: {error}')
     print('layer or model gradient         shape            error')
     right = []
     for title in args.only:

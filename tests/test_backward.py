@@ -690,6 +690,25 @@ def test_an_index_out_of_bounds_is_seen_if_bounds_are_checked(tmp_path):
     assert done.returncode == 1 and 'rmsnorm        IndexError' in done.stdout
 
 
+def test_the_way_back_is_drawn_with_a_map_for_every_value(tmp_path, monkeypatch):
+    figures = pytest.importorskip('matplotlib.figure', reason='it draws')
+    axes, real = [], figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, 'savefig', lambda figure, path: axes.extend(figure.axes)
+                        or real(figure, path))
+    assert not backward.main(['--plot', str(tmp_path / 'back.png')])
+    assert (tmp_path / 'back.png').read_bytes().startswith(b'\x89PNG')
+    titles = [each.get_title().splitlines()[0] for each in axes]
+    assert titles[:-2] == [prefix + name for name in steps(4)[-1] for prefix in ('', 'd')]
+
+
+@pytest.mark.parametrize('name', ['back.txt', 'nowhere/back.png'])
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path, capsys, name):
+    pytest.importorskip('matplotlib', reason='it draws')
+    with pytest.raises(SystemExit, match='2'):
+        backward.main(['--plot', str(tmp_path / name)])
+    assert f'error: --plot {tmp_path / name}: ' in capsys.readouterr().err
+
+
 # ---- Kernels on disk
 
 @pytest.mark.slow
