@@ -7,10 +7,10 @@ contribution to its gradient is written with =, later ones with +=. `python back
 every gradient.
 """
 import argparse
+import ast
 import inspect
 import re
 import sys
-import textwrap
 import traceback
 from functools import partial
 from math import sqrt
@@ -202,7 +202,7 @@ def silu_backward(dy, x, y, gate):
 def gelu_backward(dy, x, y, gate):
     """dx = dy (gate + x gate (1 - gate) 2u'), with u' = c (1 + 3 a x^2). Source: A.2.
 
-    Two terms, because x is used twice: as the factor, and in the gate.
+    Two terms, because x is used twice: as a factor, and in the gate.
     """
     slope = GELU_C * (1 + 3 * GELU_A * x * x)              # (N, H)  u'
     return dy * (gate + 2 * x * gate * (1 - gate) * slope)                      # (N, H)
@@ -380,22 +380,23 @@ def gradient(config, p, batch, g, masks=None):
 
 # ---- The gradient check. Source: A.8
 #
-# An array is moved a little forth and back in a direction; the difference of the two losses, over
+# An array is moved a little back and forth in a direction; the difference of the two losses, over
 # twice the distance, is the slope in this direction. With 1 at one element and 0 at all others, it
 # is the gradient of this element. In float32 few digits of a difference are left, so that distance
 # and tolerance are larger.
 
-DISTANCE = dict(float64=3e-6, float32=5e-3)                # for numbers of about 1
+DISTANCE = dict(float64=3e-6, float32=5e-3)                # times the largest element
 TOLERANCE = dict(float64=1e-7, float32=2e-2)
 
 
 def slope_along(run, w, direction):
     """The slope of the loss in a direction of w, by differences.
 
-    run() gives the loss, and which inputs of activations are positive. If that changes on the way,
-    there is no derivative for a ReLU, and the slope is NaN.
+    run() gives the loss, and for whole models which inputs of activations are positive. If one
+    changes its sign, a ReLU has no derivative there, and the slope is NaN.
     """
-    distance, before = DISTANCE[w.dtype.name] * abs(w).max(), w.copy()
+    distance = DISTANCE[w.dtype.name] * abs(w).max()
+    before = w.copy()
     w += distance * direction
     loss_above, positive_above = run()
     w[...] = before - distance * direction
@@ -406,15 +407,17 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Print a row for each block {name: (w, dw)}; returns a list: True for a right gradient.
+    """Print a row for each block {name: (w, dw)}, the first one after the title that is printed.
 
-    Every element is moved, or else the whole block in n random directions. run(name) is the run()
-    above for one block. An error is relative to the largest gradient, or to 0.01 max(1, loss):
-    every difference has the rounding error of the loss, even where the gradient is zero.
+    Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
+    Every element of w is moved, or else all of w in n random directions. run(name) is the run()
+    above while the block of that name is moved. An error is relative to the largest gradient, or to
+    0.01 max(1, loss): every difference has the rounding error of the loss, even at a gradient of 0.
     """
     right = []
     for name, (w, dw) in blocks.items():
-        print(f'{"":{15 * bool(right)}}{"d" + name:<16} {str(w.shape):<12} ', end='')
+        indent = ' ' * 15 if right else ''
+        print(f'{indent}{"d" + name:<16} {str(w.shape):<12} ', end='')
         if dw is ... or np.shape(dw) != w.shape:           # ... is what an exercise leaves out
             print('not written yet' if dw is ... else f'WRONG: its shape is {np.shape(dw)}')
             right.append(None if dw is ... else False)
@@ -498,7 +501,7 @@ def prove_layer(title, dtype, rng):
 
 
 def small_random(config, dtype, rng):
-    """Parameters of which no gain is 1 and no bias is 0."""
+    """Random parameters, also for gains and biases, whose first values are 1 and 0."""
     shapes = m.parameter_shapes(config)
     return {name: 0.3 * rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
@@ -506,19 +509,22 @@ def small_random(config, dtype, rng):
 def prove_steps(config, batch, dtype, rng):
     """Prove the gradients of all values of mlp_steps, in the order of mlp_steps_backward.
 
-    To see what a value does to the loss, the lines of mlp_steps below its own are run again.
+    For a difference, the lines of mlp_steps are executed one by one, and after the line of a value
+    the moved one takes its place. (A moved parameter is in p.)
     """
     p = small_random(config, dtype, rng)
     _, values = m.mlp_steps(p, *batch)
     gradients = mlp_steps_backward(p, *batch, values)
-    source, below = inspect.getsource(m.mlp_steps).split('    return')[0].splitlines(), {}
-    for name in gradients:
-        own = next(i for i, line in enumerate(source) if re.match(rf' .*\b{name}\b.* = ', line))
-        below[name] = compile(textwrap.dedent('\n'.join(source[own + 1:])), 'mlp_steps', 'exec')
+    tree = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
+    lines = [(ast.unparse(line.targets[0]), compile(ast.Module([line], []), 'mlp_steps', 'exec'))
+             for line in tree.body[1:-1]]                  # without the docstring and the return
 
     def run(name):
-        scope = dict(values, **p, N=len(batch.X), Y=batch.Y, X=batch.X, np=np)
-        exec(below[name], scope)
+        scope = dict(p=p, X=batch.X, Y=batch.Y, np=np, MLP_PARAMETERS=MLP_PARAMETERS)
+        for computed, line in lines:
+            exec(line, scope)
+            if computed == name:
+                scope[name] = values[name]                 # which is the array that is moved
         return scope['loss'], None
 
     return compare(run, {name: ({**values, **p}[name], dw) for name, dw in gradients.items()}, rng)
@@ -539,9 +545,11 @@ def prove_model(config, batch, dtype, rng, n=None):
         return loss, [layer['hpreact'] > 0 for layer in acts.get('layers', [acts])]
 
     blocks = {name: (w, g[name]) for name, w in p.items()}
-    if 'Wqkv' in blocks:                # queries, keys and values apart
-        parts = [np.split(array, 3, axis=-1) for array in blocks.pop('Wqkv')]
-        blocks |= dict(zip(('Wq', 'Wk', 'Wv'), zip(*parts)))
+    if 'Wqkv' in blocks:                # views of it for queries, keys and values apart
+        w, dw = blocks.pop('Wqkv')
+        q, k, v = np.split(w, 3, axis=-1)
+        dq, dk, dv = np.split(dw, 3, axis=-1)
+        blocks |= dict(Wq=(q, dq), Wk=(k, dk), Wv=(v, dv))
     return compare(run, blocks, rng, n)
 
 
@@ -555,7 +563,8 @@ def prove(title, proof, *arguments):
         print('not written yet')
         return [None]
     except Exception as error:
-        said = re.sub('Failed in .*\n', '', str(error)).partition('\n')[0]  # Numba says much more
+        # Numba's errors begin with lines "Failed in ..." and go on for long: one line is shown.
+        said = re.sub('Failed in .*\n', '', str(error)).partition('\n')[0]
         *_, place = (frame for frame in traceback.extract_tb(error.__traceback__)
                      if Path(frame.filename).name in ('model.py', 'backward.py'))
         print(f'{type(error).__name__}: {said}\n{"":15}line {place.lineno}: {place.line}')

@@ -9,6 +9,7 @@ import os
 from math import exp, log, prod, sqrt
 from pathlib import Path
 from typing import NamedTuple
+from unicodedata import normalize
 
 for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
     os.environ.setdefault(library, '1')     # one core for a matrix product; train.py has processes
@@ -39,7 +40,8 @@ GPT_DEFAULTS = dict(model='gpt', context=16, embd=64, layers=4, heads=4, act='ge
 
 # A kernel is a function of loops that Numba compiles at its first call and caches on disk. It may
 # reorder sums (reassoc), fuse a*b + c (contract), multiply by 1/x to divide (arcp) and ignore the
-# sign of zero (nsz); NaN and 1/0 = infinity are as in NumPy (error_model).
+# sign of zero (nsz); NaN and 1/0 = infinity are as in NumPy (error_model). With the environment
+# variable NUMBA_BOUNDSCHECK=1, kernels check every index; the disk has those that do not.
 kernel = numba.njit(cache=not numba.config.BOUNDSCHECK, error_model='numpy',
                     fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
 
@@ -56,7 +58,7 @@ def make_vocabulary(words):
 
 def encode(words, vocabulary):
     """The ids of each word, between two boundary tokens; raises KeyError for an unknown one."""
-    stoi = {character: i for i, character in enumerate(vocabulary)}
+    stoi = {character: i for i, character in enumerate(vocabulary) if i}       # no word has id 0
     return [[0, *(stoi[character] for character in word), 0] for word in words]
 
 
@@ -249,7 +251,8 @@ def cross_entropy(logits, Y):
     probs = np.empty_like(logits)                          # (N, V)
     loss = 0.
     for i in range(N):
-        loss += softmax(logits[i], probs[i]) - logits[i, Y[i]]
+        log_sum = softmax(logits[i], probs[i])
+        loss += log_sum - logits[i, Y[i]]
     return loss / N, probs
 
 
@@ -263,11 +266,13 @@ def mlp(config, p, batch, statistics=None):
     """
     emb = embedding(p['C'], batch.X)                       # (N, T*E)
     hprebn = linear(emb, p['W1'], p['b1'])                 # (N, H)
-    hpreact, bnraw, bnvar_inv = hprebn, None, None         # (N, H)
-    if statistics:
+    bnraw = bnvar_inv = None
+    if not config['batchnorm']:
+        hpreact = hprebn                                   # (N, H)
+    elif statistics:
         scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)                # (H,)
         hpreact = scale * (hprebn - statistics['bnmean']) + p['bnbias']          # (N, H)
-    elif config['batchnorm']:                              # (N, H) (N, H) (H,)
+    else:                                                  # (N, H) (N, H) (H,)
         hpreact, bnraw, bnvar_inv = batchnorm(hprebn, p['bngain'], p['bnbias'])
     h, gate = ACTIVATIONS[config['act']](hpreact)          # (N, H) (N, H)
     logits = linear(h, p['W2'], p['b2'])                   # (N, V)
@@ -535,30 +540,33 @@ def choose(logits, u, temperature, top_k, top_p):
 
 
 def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
-    """A list of n words, which grow together, by a character at a time; none is empty.
+    """Those of n words that end within max_len characters, normalized (é is one); none is empty.
 
-    A word ends with the boundary token, or is cut off at max_len characters, by default the prefix
-    and as many as the longest word has. For temperature, top_k and top_p see choose().
+    They grow together, by a character at a time. max_len is by default the prefix and as many
+    characters as the longest word has. For temperature, top_k and top_p see choose().
     """
     longest = max_len if max_len else len(prefix) + model.config['longest']
     if model.config['model'] == 'gpt':
         longest = min(longest, model.config['context'] - 1)
+    if len(prefix) > longest:
+        raise ValueError(f'a word may have {longest} characters, the prefix has {len(prefix)}')
     words, growing = [prefix] * n, np.arange(n)            # which words have not ended
-    for k in range(len(prefix), longest):
+    for k in range(len(prefix), longest + 1):
         batch = batch_of(model, [words[i] for i in growing])
         _, acts = predict(model, batch)
-        # The row whose Y is the end has seen the whole word so far: it predicts what comes next.
+        # Of each word only the last row is needed, which batch_of gave the end as its Y.
         logits = acts['logits'][batch.Y == 0]              # (growing, V)
         if k == 0:
             logits[:, 0] = -np.inf                         # no word is empty
-        u = rng.random(n)[growing]                         # (growing,)  drawn for ended ones too
+        # Also drawn for words that have ended, so that a word does not depend on the others.
+        u = rng.random(n)[growing]                         # (growing,)
         ids = choose(logits, u, temperature, top_k, top_p)                      # (growing,)
         growing, ids = growing[ids > 0], ids[ids > 0]      # (growing,)
         for i, character_id in zip(growing, ids):
             words[i] += model.vocabulary[character_id]
         if len(growing) == 0:
             break
-    return words
+    return [normalize('NFC', word) for i, word in enumerate(words) if i not in growing]
 
 
 def score(model, word):

@@ -12,13 +12,17 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import signal
 import sys
 import threading
 import time
 import unicodedata
+import warnings
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -51,13 +55,13 @@ def momentum(w, dw, moments, lr, t):
 def adam(w, dw, moments, lr, t):
     """Running means of the gradient and of its square, both corrected for their start at zero."""
     one, beta1, beta2 = w.dtype.type(1), w.dtype.type(0.9), w.dtype.type(0.999)
-    lr1, eps = w.dtype.type(lr / (1 - 0.9**t)), w.dtype.type(1e-8)
-    correction2 = w.dtype.type(1 / (1 - 0.999**t))
+    corrected_lr, eps = w.dtype.type(lr / (1 - 0.9**t)), w.dtype.type(1e-8)
+    correction = w.dtype.type(1 / (1 - 0.999**t))          # of the mean of the squares
     mean, square = moments[0], moments[1]
     for i in range(len(w)):
         mean[i] = beta1 * mean[i] + (one - beta1) * dw[i]
         square[i] = beta2 * square[i] + (one - beta2) * dw[i] * dw[i]
-        w[i] -= lr1 * mean[i] / (math.sqrt(square[i] * correction2) + eps)
+        w[i] -= corrected_lr * mean[i] / (math.sqrt(square[i] * correction) + eps)
 
 
 OPTIMIZERS = dict(adam=adam, momentum=momentum, sgd=sgd)
@@ -89,7 +93,8 @@ def command(main):
             if hasattr(stream, 'reconfigure'):             # a notebook's stream has no such method
                 stream.reconfigure(encoding='utf-8', errors='backslashreplace')
         try:
-            status = main(argv) or 0
+            with np.errstate(all='ignore'):                # a model that diverged may overflow
+                status = main(argv) or 0
             sys.stdout.flush()
             return status
         except KeyboardInterrupt:
@@ -106,19 +111,35 @@ def command(main):
 
 # ---- Data: one word a line of a UTF-8 text
 
+# What is often given for a list: how such a file begins, and what it is.
+NOT_TEXT = {b'\x1f\x8b': 'is compressed: unpack it with gunzip',
+            b'PK\x03\x04': 'is a zip archive or a spreadsheet: unpack it, or save it as text',
+            b'\xd0\xcf\x11\xe0': 'is a spreadsheet or a document: save it as text',
+            b'%PDF': 'is a PDF file: save it as text',
+            **dict.fromkeys([b'\x89PNG', b'\xff\xd8\xff', b'GIF8'], 'is a picture')}
+
+
 def read_lines(path):
     """The lines of a UTF-8 text, in NFC and without spaces at their ends, and the file's sha256."""
     raw = Path(path).read_bytes()
+    for begin, what in NOT_TEXT.items():
+        if raw.startswith(begin):
+            raise UserError(f'{path} {what}')
     try:
-        text = raw.decode('utf-8').removeprefix('\ufeff')
+        text = raw.decode('utf-8')
     except UnicodeDecodeError as error:
-        encoding = 'UTF-16' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else 'LATIN1'
-        raise UserError(f'{path} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}; '
-                        f'convert it, e.g. iconv -f {encoding} -t UTF-8')
+        byte, advice = raw[error.start], 'from its encoding, e.g. iconv -f WINDOWS-1251 -t UTF-8'
+        if 0x80 <= byte < 0xa0:         # no letter in other encodings with a byte a character
+            advice = 'iconv -f WINDOWS-1252 -t UTF-8'
+        if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
+            advice = 'iconv -f UTF-16 -t UTF-8'
+        raise UserError(f'{path} is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it: '
+                        + advice)
     if '\0' in text:
         raise UserError(f'{path} is not a text file: it has a NUL byte')
     text = unicodedata.normalize('NFC', text).replace('\r\n', '\n').replace('\r', '\n')
-    return [line.strip(' \t') for line in text.split('\n')], hashlib.sha256(raw).hexdigest()
+    # An editor or `cat` may have left byte-order marks (U+FEFF) at the beginning of lines.
+    return [line.strip(' \t\ufeff') for line in text.split('\n')], hashlib.sha256(raw).hexdigest()
 
 
 def split(words):
@@ -134,8 +155,14 @@ def read_words(path, limit):
     lines, sha256 = read_lines(path)
     found = [line for line in lines if line]
     words = [word for word in found if len(word) <= limit]
+    looks = ''
+    if sum(line[0] in '[{"' for line in found) > len(found) / 2:
+        looks = ' (it looks like JSON)'
+    elif sum('\t' in line or ',' in line or ';' in line for line in found) > len(found) / 2:
+        looks = ' (it looks like a table)'
     if not words:
-        raise UserError(f'{path} has no word of 1 to {limit} characters, one a line: see --max-len')
+        raise UserError(f'{path} has no word of 1 to {limit} characters, one a line{looks}: '
+                        'see --max-len')
     train, dev, _ = split(words)
     known, distinct = set(train), len(set(words))
     log(f'{path}: {len(words)} words, {distinct} of them distinct, longest {max(map(len, words))}, '
@@ -143,9 +170,38 @@ def read_words(path, limit):
     log(f'{sum(word in known for word in dev) / len(dev):.0%} of the dev words are in train too')
     if len(words) < len(found):
         log(f'skipped {len(found) - len(words)} words of more than {limit} characters')
-    if sum('\t' in word or ',' in word or ';' in word for word in words) > len(words) / 2:
-        log('warning: this looks like a table; each line is learnt as one word')
+    if looks:
+        log(f'warning: each line is learnt as one word{looks}')
+    if re.search('[\ufffd\x80-\x9f]', ''.join(words)):
+        log('warning: some characters seem to come from a wrong encoding (U+FFFD, or controls)')
     return words, sha256
+
+
+def counting_loss(train_words, words, size, order=2):
+    """The mean loss of counting what follows each (order - 1) characters, with `size` characters.
+
+    P(x after history) = (count(history, x) + kinds(history) P(x after a shorter history)) /
+    (count(history) + kinds(history)), where kinds counts the different characters that followed
+    (Witten-Bell). With order 2, pairs of characters are counted.
+    """
+    counts = defaultdict(Counter)       # of what follows, by history
+    begin = '\0' * (order - 1)
+    for word in train_words:
+        text = begin + word + '\0'
+        for i in range(order - 1, len(text)):
+            for k in range(order):
+                counts[text[i - k:i]][text[i]] += 1
+
+    @cache
+    def probability(history, x):
+        shorter = probability(history[1:], x) if history else 1 / size
+        seen = counts[history]
+        return (seen[x] + len(seen) * shorter) / (seen.total() + len(seen)) if seen else shorter
+
+    texts = [begin + word + '\0' for word in words]
+    losses = [-math.log(probability(text[i - order + 1:i], text[i]))
+              for text in texts for i in range(order - 1, len(text))]
+    return sum(losses) / len(losses)
 
 
 # Random generators have tuples as seeds: (FIRST_VALUES, seed), (ORDER, seed, epoch),
@@ -154,8 +210,7 @@ FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
 def batches(config, examples, step, shards=1, k=0):
-    """The batches from a step on. Those of the GPT are split into shards, of which it is the k-th:
-    the MLP has one process.
+    """The batches from a step on, or for the GPT the k-th shard of each: the part of a process.
 
     Their order depends on the seed and the epoch alone, so that a resumed run gets the same ones.
     """
@@ -308,8 +363,15 @@ def evaluate(model, examples):
 
 
 def invent(model, step, n):
-    """n words, from a generator of their own, so that training does not depend on them."""
-    return m.generate(model, n, np.random.default_rng((INVENT, model.config['seed'], step)))
+    """n words, from a generator of their own, so that training does not depend on them.
+
+    They are fewer if the model ends hardly any word.
+    """
+    rng, words = np.random.default_rng((INVENT, model.config['seed'], step)), []
+    for _ in range(10):
+        if len(words) < n:
+            words += m.generate(model, n, rng)
+    return words[:n]
 
 
 # ---- Checkpoints: one .npz file, without pickled objects
@@ -393,6 +455,15 @@ def evaluate_run(run, examples):
         + ' '.join(invent(model, run.step, 3)))
 
 
+def evaluation_steps(config):
+    """The steps to evaluate after: early ones too, as a small list is soon learnt by heart."""
+    steps, every = config['steps'], config['eval_every']
+    if every is None:
+        shares = 0.01, 0.02, 0.05, *np.linspace(0.1, 1, 10)
+        return {max(1, round(share * steps)) for share in shares}
+    return {*range(every, steps, every), steps} if every else {steps}
+
+
 @contextlib.contextmanager
 def caught_signals():
     """Within this context a signal to stop (Ctrl-C is one) is only noted in the list it gives."""
@@ -410,8 +481,8 @@ def caught_signals():
 
 def train(run, examples, out):
     """Train to the last step or a signal, and save to `out`; returns the signals."""
-    config, begun, smooth = run.config, run.step, 0.
-    steps, every = config['steps'], config['eval_every'] or config['steps']
+    config, begun, steps, smooth = run.config, run.step, run.config['steps'], 0.
+    evaluations = evaluation_steps(config)
     shapes, size = m.parameter_shapes(config), sum(w.size for w in run.p.values())
     processes = min(config.get('processes', 1), config['batch'], len(examples['train']))
     # All processes share this memory: the parameters, and a gradient for each process.
@@ -425,14 +496,13 @@ def train(run, examples, out):
     arguments = config, examples['train'], begun, memory, processes
     with (caught_signals() as signals, start_processes(*arguments) as connections,
           tqdm(range(begun, steps), initial=begun, total=steps, unit='step', leave=False,
-               disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar,
-          np.errstate(all='ignore')):
+               disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar):
         for _, shard in zip(bar, batches(config, examples['train'], begun, processes)):
             loss = train_step(run, shard, flat, flat_g, g, connections)
             smooth += (loss - smooth) / min(run.step - begun, 200)              # a running mean
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
-            due = run.step % every == 0 or run.step == steps
+            due = run.step in evaluations
             if due or not math.isfinite(loss):             # for which evaluate_run() raises
                 evaluate_run(run, examples)
             if due or signals:
@@ -447,8 +517,30 @@ def train(run, examples, out):
     return signals
 
 
-def plot(run, path):
-    """Draw the losses, and the embedding as a map of the characters, into a picture file."""
+def check_picture(path):
+    """Raise UserError if a path is given, and no picture can be drawn into it."""
+    if path and not path.lower().endswith(('.png', '.svg', '.pdf')):
+        raise UserError(f'--plot {path}: a picture is a .png, .svg or .pdf file')
+    if path and not importlib.util.find_spec('matplotlib'):
+        raise UserError('--plot needs matplotlib: pip install matplotlib')
+
+
+def save_figure(figure, path):
+    """Write a picture file, and log how many characters the font cannot draw."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        figure.savefig(path)
+    messages = {str(warning.message) for warning in caught}     # e.g. "Glyph 23383 ... missing"
+    missing = sum(message.startswith('Glyph ') for message in messages)
+    if missing:
+        log(f'{path}: characters that the font cannot draw: {missing}')
+
+
+SIGNS = {0: '↵', ord(' '): '␣'}         # how pictures show the boundary token and a space
+
+
+def plot(run, words):
+    """A Figure of the losses, and of the embedding as a map of the characters."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.5), layout='constrained')
@@ -457,28 +549,52 @@ def plot(run, path):
     left.plot(history[:, 0], history[:, 1:], '.-', label=['train', 'dev'])
     left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
     left.legend()
-    C = run.best.p['C']                                                         # (V, E)
-    centred = C - C.mean(0)                                                     # (V, E)
-    _, spread, directions = np.linalg.svd(centred, full_matrices=False)
-    places = np.zeros((len(C), 2))                                              # (V, 2)
-    places[:, :len(directions)] = centred @ directions[:2].T           # only one if E is 1
-    right.scatter(*places.T, s=0)                          # texts alone would set no limits
-    for character, place in zip('↵' + run.vocabulary[1:], places):
-        right.text(*place, character, ha='center', va='center')
+    C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  at least two directions
+    rotated, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
+    places, dots = rotated[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
+    for character in sorted(run.vocabulary, key='\0'.join(words).count, reverse=True)[:100]:
+        i = run.vocabulary.index(character)
+        right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
+        dots[i] = 0
+    # Dots of size 0 too: the axes do not grow with texts.
+    right.scatter(*places.T, dots, '0.7', label='rarer characters')
+    if dots.any():
+        right.legend()
     explained = (spread[:2]**2).sum() / (spread**2).sum()
     title = f'Embedding: {explained:.0%} of its variance; "↵" is the boundary token'
     right.set(xlabel='first principal direction', ylabel='second', title=title)
-    figure.savefig(path)
+    return figure
 
 
 # ---- The command line
 
 TRAINING_DEFAULTS = dict(data=None, max_len=100, optimizer='adam', seed=1, eval_every=None)
+MODEL_DEFAULTS = dict(mlp=m.MLP_DEFAULTS, gpt=m.GPT_DEFAULTS)
 DEFAULTS = dict(
     mlp={**m.MLP_DEFAULTS, **TRAINING_DEFAULTS, 'steps': 110000, 'batch': 32, 'lr': 0.002,
          'weight_decay': 0., 'backward': 'layers'},
     gpt={**m.GPT_DEFAULTS, **TRAINING_DEFAULTS, 'context': None, 'steps': 4000, 'batch': 64,
          'lr': 0.003, 'weight_decay': 0.1, 'dropout': 0., 'processes': min(2, os.cpu_count() or 1)})
+
+
+def fitted(kind, n, V):
+    """What is better than DEFAULTS for a list of only n words with V characters.
+
+    A short list is soon learnt by heart: the shorter, the fewer steps and the more weight decay. If
+    most characters are rare, as in Chinese, fewer steps still. Found by trial on some 80 lists.
+    """
+    if n >= 16000:
+        return {}
+    if kind == 'mlp' and V > 200:
+        return dict(steps=n, lr=0.001, weight_decay=round(min(2, 2000 / n), 2), embd=128,
+                    hidden=200, act='relu')
+    if kind == 'mlp':
+        return dict(steps=min(110000, 16 * n), weight_decay=round(min(2, 500 / n), 2), embd=24)
+    if V > 200:
+        return dict(steps=max(1, min(2000, n // 2)), lr=0.003, batch=max(16, n // 250), heads=1,
+                    weight_decay=round(min(2, 4000 / n), 2))
+    return dict(steps=min(4000, n), lr=0.005, batch=max(16, n // 250), heads=1,
+                weight_decay=round(min(1.2, 2000 / n), 2))
 
 
 def number(kind, low, high=2**31):
@@ -517,9 +633,10 @@ def parse(argv):
     add('--weight-decay', type=number(float, 0), metavar='F', help='as in AdamW (mlp 0, gpt 0.1)')
     add('--dropout', type=number(float, 0, 0.99), metavar='F', help='dropout rate (gpt 0)')
     add('--seed', type=number(int, 0), metavar='N', help='of all random numbers (1)')
-    add('--eval-every', type=number(int, 0), metavar='N', help='0: only at the end (steps/10)')
+    add('--eval-every', type=number(int, 0), metavar='N', help='0: only at the end (13 times)')
     add('--backward', choices=['layers', 'steps'], help='steps: one operation at a time (layers)')
     add('--processes', type=number(int, 1, 64), metavar='N', help='to share a batch (gpt 2)')
+    add('--from', metavar='FILE.npz', help='begin with the parameters of this checkpoint')
     add('--out', metavar='FILE.npz', help='checkpoint (out/MODEL.npz)')
     add('--resume', action='store_true', help='go on with --out, up to --steps if they are given')
     add('--check', action='store_true', help='prove the gradients of this model before training')
@@ -527,32 +644,50 @@ def parse(argv):
     return vars(parser.parse_args(argv))
 
 
-def start(given):
-    """A new Run with what was given over the defaults, and its words."""
-    kind = given.get('model', 'mlp')
+def start(given, other=None):
+    """A new Run with what was given over the defaults, and its words.
+
+    With `other`, a Model, it begins with its sizes, vocabulary and parameters.
+    """
+    kind, sizes = given.get('model', 'mlp'), {}
+    if other:
+        sizes = {name: other.config[name] for name in MODEL_DEFAULTS[other.config['model']]}
     for name in given:
+        flag = '--' + name.replace('_', '-')
+        if given[name] != sizes.get(name, given[name]):
+            raise UserError(f'--from has {flag} {sizes[name]}: leave it out')
         if name not in DEFAULTS[kind]:
-            flag = '--' + name.replace('_', '-')
             raise UserError(f'{flag} means nothing to --model {kind}: leave it out')
-    config = {**DEFAULTS[kind], **given}
-    if config['embd'] % config.get('heads', 1):
-        raise UserError('--heads has to divide --embd: each head has its part of the embedding')
-    if config.get('batchnorm') and config['batch'] == 1:
-        raise UserError('--batch 1 has no variance: take --batch 2 or more, or --no-batchnorm')
-    if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
-        raise UserError('--backward steps has tanh and batch norm: leave out --act, --no-batchnorm')
+    config = {**DEFAULTS[kind], **sizes, **given}
     limit = config['max_len']
     if kind == 'gpt' and config['context']:
         limit = min(limit, config['context'] - 1)
     words, config['sha256'] = read_words(config['data'] or m.NAMES, limit)
     vocabulary, config['longest'] = m.make_vocabulary(words), max(map(len, words))
+    changed = {name: value for name, value in fitted(kind, len(words), len(vocabulary)).items()
+               if name not in {**sizes, **given}}
+    if changed:
+        log('for so few words: ' + ' '.join(f'--{name.replace("_", "-")} {value}'
+                                            for name, value in changed.items()))
+    config |= changed
+    if config['embd'] % config.get('heads', 1):
+        raise UserError('--heads has to divide --embd: each head has its part of the embedding')
+    if config.get('batchnorm') and config['batch'] == 1:
+        raise UserError('--batch 1 has no variance: take --batch 2 or more, or --no-batchnorm')
+    if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
+        raise UserError('--backward steps has tanh and batch norm: add --act tanh --batchnorm')
+    if other:
+        if unknown := set(vocabulary) - set(other.vocabulary):
+            raise UserError(f'--from does not know these characters: {"".join(sorted(unknown))!r}')
+        vocabulary = other.vocabulary
     config['vocab_size'] = len(vocabulary)
     config['context'] = config['context'] or config['longest'] + 1
-    if config['eval_every'] is None:
-        config['eval_every'] = max(1, config['steps'] // 10)
     p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
+    if other:
+        p = {name: w.copy() for name, w in other.p.items()}
     moments = np.zeros((MOMENTS[config['optimizer']], sum(w.size for w in p.values())), np.float32)
-    best = m.Model(config, vocabulary, p, {})              # until the first evaluation
+    statistics = other.statistics if other else {}
+    best = m.Model(config, vocabulary, p, statistics)      # until the first evaluation
     return Run(config, vocabulary, p, moments, best), words
 
 
@@ -560,9 +695,9 @@ def resume(given, out):
     """The Run in a checkpoint, to go on with what was given, and its words."""
     run = load(out)
     config = run.config
-    if given.keys() - {'model', 'steps', 'eval_every'}:
-        raise UserError('--resume takes only --steps and --eval-every: leave out other flags, or '
-                        'start a new run')
+    if given.keys() - {'model', 'steps', 'eval_every', 'data'}:
+        raise UserError('--resume takes only --steps, --eval-every and --data (if it has moved): '
+                        'leave out other flags, or start a new run')
     if given.get('model', config['model']) != config['model']:
         raise UserError(f"{out} is a run of --model {config['model']}")
     config.update(given)
@@ -580,25 +715,33 @@ def resume(given, out):
 def main(argv=None):
     """Train, or go on training, and report."""
     given = parse(argv)
+    other = load(given.pop('from')).best if 'from' in given else None
+    if other:
+        given = {'model': other.config['model'], **given}
     out = given.pop('out', os.path.join('out', f"{given.get('model', 'mlp')}.npz"))
     going_on, check = given.pop('resume', False), given.pop('check', False)
     picture = given.pop('plot', None)
+    if 'data' in given:
+        given['data'] = os.path.abspath(given['data'])     # sample.py may run in another folder
+    if going_on and other:
+        raise UserError('--resume goes on with --out, not with a new run: leave out --from')
     if not out.endswith('.npz'):
         raise UserError(f'--out {out}: a checkpoint is a .npz file')
-    if picture and not picture.lower().endswith(('.png', '.svg', '.pdf')):
-        raise UserError(f'--plot {picture}: a picture is a .png, .svg or .pdf file')
-    if picture and not importlib.util.find_spec('matplotlib'):
-        raise UserError('--plot needs matplotlib: pip install matplotlib')
-    run, words = resume(given, out) if going_on else start(given)
+    check_picture(picture)
+    run, words = resume(given, out) if going_on else start(given, other)
     config, parts = run.config, dict(zip(('train', 'dev', 'test'), split(words)))
     parts['train_part'] = parts['train'][:len(parts['dev'])]   # for the evaluations on the way
     # In alphabetical order words that begin alike are neighbours: see gpt_batch.
     examples = {name: m.EXAMPLES[config['model']](sorted(part), run.vocabulary, config['context'])
                 for name, part in parts.items()}
+    pairs = counting_loss(parts['train'], parts['dev'], config['vocab_size'])
+    log(f"dev loss of guessing evenly: {math.log(config['vocab_size']):.3f}, of counting pairs of "
+        f'characters: {pairs:.3f}')
     if check:
-        batch = m.BATCH[config['model']](examples['train'], np.arange(4))
-        proof = backward.prove_model, config, batch, np.float64, np.random.default_rng(1), 50
-        if not all(backward.prove(config['model'], *proof)):
+        few = np.arange(min(4, len(examples['train'])))
+        batch, rng = m.BATCH[config['model']](examples['train'], few), np.random.default_rng(1)
+        if not all(backward.prove(config['model'], backward.prove_model, config, batch, np.float64,
+                                  rng, 50)):
             raise UserError('a gradient is wrong, so nothing was trained: see python backward.py')
     if not going_on:
         move_aside(out)
@@ -615,8 +758,14 @@ def main(argv=None):
               for part in ('train', 'dev', 'test')]
     print('  '.join(losses))
     print(*invent(run.best, run.step, 10), sep='\n')
+    dev_losses = [dev for _, _, dev in run.history]
+    if len(dev_losses) > 1 and dev_losses[0] == min(dev_losses):
+        log('warning: the first evaluation was the best; after it words were learnt by heart: try '
+            'fewer --steps, a smaller model, or --from a checkpoint of a larger list')
+    elif min(dev_losses) > pairs:
+        log('warning: counting pairs of characters is better than this model: try more --steps')
     if picture:
-        plot(run, picture)
+        save_figure(plot(run, parts['train']), picture)
 
 
 if __name__ == '__main__':

@@ -112,8 +112,13 @@ def run(here, capsys):
 
 
 @pytest.fixture
-def learn(run):
-    """learn('mlp', ...) trains a tiny model on w.txt, which has some names unless it exists."""
+def learn(run, monkeypatch):
+    """learn('mlp', ...) trains a tiny model on w.txt, which has some names unless it exists.
+
+    The defaults are those for a long list.
+    """
+    monkeypatch.setattr(train, "fitted", lambda kind, n, V: {})
+
     def learn(kind, *argv):
         if not Path("w.txt").exists():
             write_words(NAMES)
@@ -139,6 +144,7 @@ def refused(run):
         assert result.err.endswith(last + "\n")
         for line in result.err.splitlines()[:-1]:
             assert re.match(r"usage: |  |.*txt: \d+ words, |\d+% of the dev |skipped \d|"
+                            r"for so few words: --|dev loss of guessing evenly: |"
                             r".*: (mlp|gpt), step \d+, ", line)
         return last
     return refused
@@ -195,7 +201,9 @@ def trained(checkpoints, here):
     Path("out").mkdir()
     Path("w.txt").write_bytes((checkpoints / "w.txt").read_bytes())
     for kind in SIZES:
-        Path(f"out/{kind}.npz").write_bytes((checkpoints / f"{kind}.npz").read_bytes())
+        stored = train.load(checkpoints / f"{kind}.npz")
+        stored.config["data"] = os.path.abspath("w.txt")
+        train.save(f"out/{kind}.npz", stored)
     return here
 
 

@@ -1,10 +1,12 @@
 import contextlib
+import gzip
 import io
 import json
 import os
 import random
 import re
 import unicodedata
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +36,13 @@ def all_but_the_sum(path):
 @both_models
 @pytest.mark.parametrize("content", [
     pytest.param("\ufeff" + "\n".join(CLEAN) + "\n", id="BOM"),
+    pytest.param("\ufeff" + "\n\ufeff".join(CLEAN) + "\n\ufeff\n", id="BOM in every line"),
     pytest.param("\r\n".join(CLEAN) + "\r\n", id="CRLF"),
     pytest.param("\r".join(CLEAN) + "\r", id="lone CR"),
     pytest.param("\n".join(CLEAN), id="no final newline"),
     pytest.param("\n\n" + "\n \n\t\n\n".join(CLEAN) + "\n\n", id="blank lines"),
     pytest.param("\n".join(f"  {word}\t " for word in CLEAN) + "\n", id="spaces at the edges"),
-    pytest.param("\ufeff \r\n\t" + " \r\n\r".join(CLEAN), id="all of it"),
+    pytest.param("\ufeff \r\n\t" + " \r\n\r \ufeff".join(CLEAN), id="all of it"),
     pytest.param(unicodedata.normalize("NFD", "\n".join(CLEAN)) + "\n", id="NFD"),
 ])
 def test_the_same_words_however_the_file_was_saved(learn, run, kind, content):
@@ -47,7 +50,7 @@ def test_the_same_words_however_the_file_was_saved(learn, run, kind, content):
     for raw in ("\n".join(CLEAN) + "\n", content):
         Path("w.txt").write_bytes(raw.encode())
         trained = learn(kind, "--steps", 4, "--eval-every", 2, "--out", "x.npz")
-        sampled = run(sample, "x.npz", "-n", 5)
+        sampled = run(sample, "x.npz", "-n", 5, "--seed", 0)
         assert (trained.status, sampled.status) == (0, 0)
         results.append((without_times(trained.out), sampled.out, all_but_the_sum("x.npz")))
         os.remove("x.npz")
@@ -55,8 +58,19 @@ def test_the_same_words_however_the_file_was_saved(learn, run, kind, content):
 
 
 def test_read_lines_gives_words_in_nfc_without_edges(here):
-    Path("w.txt").write_bytes("\ufeff anna\r\n\tZoe\u0308 \rbob\n\nlast".encode())
-    assert train.read_lines("w.txt")[0] == ["anna", "Zoë", "bob", "", "last"]
+    Path("w.txt").write_bytes(
+        "\ufeff anna\r\n\tZoe\u0308 \r\ufeff\ufeffbob\n\ufeff\n \ufeff a\ufeffb\nlast".encode())
+    assert train.read_lines("w.txt")[0] == ["anna", "Zoë", "bob", "", "a\ufeffb", "last"]
+
+
+def test_lists_that_were_joined_by_cat_have_no_marks_within(learn):
+    """An editor had put a byte-order mark in front of each."""
+    Path("w.txt").write_bytes(b"".join(
+        ("\ufeff" + "\n".join(words) + "\n").encode() for words in (NAMES[:12], NAMES[12:])))
+    result = learn("mlp", "--steps", 1)
+    assert "w.txt: 24 words, 24 of them distinct, longest 4, 17 characters" in result.err
+    assert best_of("out/mlp.npz").vocabulary == "\0" + "".join(sorted(set("".join(NAMES))))
+    assert "warning: some" not in result.err
 
 
 @pytest.mark.parametrize("separator", "\v\f\x1c\x1d\x1e\x85\u2028\u2029")
@@ -70,7 +84,7 @@ def test_exotic_separators_are_ordinary_characters(learn, separator):
 def test_anything_printable_is_data(learn, run, kind):
     words = ["an na", "a.n.", "a--", "-a", "<s>", "%s", "%", "{0}", "\\n", "'\"", "$(a)", "#a",
              "a,", ";", "0", "é", "ß", "李", "🙂", "𝔸", "\u200b", "\u00a0", "\x7f", "\x1b[31m",
-             "\ufffd", "a\ufeff"]
+             "\ufffd", "a\ufeffb"]
     write_words(words)
     result = learn(kind, "--steps", 2)
     assert result.status == 0 and "26 words, 26 of them distinct, " in result.err
@@ -94,18 +108,28 @@ def test_composed_characters_are_one_and_prefixes_too(learn, run):
     assert sampled.status == 0
     assert all(name.startswith("Zoë") for name in sampled.out.splitlines())
     assert len(sampled.out.splitlines()) == 3
+    scored = run(sample, "out/mlp.npz", "--score", unicodedata.normalize("NFD", "각Å"))
+    assert scored.status == 0 and scored.out.startswith("각Å\t")
 
 
 # ---- Files that are refused
 
-@pytest.mark.parametrize("raw, offset, byte", [
-    (b"anna\nZo\xeb\n", 7, "0xeb"), (b"\xff", 0, "0xff"), (b"anna\nbob\xc3", 8, "0xc3"),
-    (b"\xef\xbb\xbfanna\xe9", 7, "0xe9"), (b"a\xed\xa0\x80", 1, "0xed"), (b"\xc0\x80", 0, "0xc0")])
-def test_not_utf8_names_file_and_offset_and_how_to_convert(refused, raw, offset, byte):
+CP1252, OTHER = "iconv -f WINDOWS-1252", "from its encoding, e.g. iconv -f WINDOWS-1251"
+
+
+@pytest.mark.parametrize("raw, offset, byte, advice", [
+    ("anna\nd’arc\nrené\n".encode("cp1252"), 6, "0x92", CP1252),
+    ("…\nrené".encode("cp1252"), 0, "0x85", CP1252), (b"a\n\x80", 2, "0x80", CP1252),
+    (b"a\n\x9f", 2, "0x9f", CP1252), (b"a\n\xa0", 2, "0xa0", OTHER),
+    ("anna\nZoë\n".encode("latin-1"), 7, "0xeb", OTHER),
+    ("андрей\nольга\n".encode("cp1251"), 0, "0xe0", OTHER), (b"\xff", 0, "0xff", OTHER),
+    (b"anna\nbob\xc3", 8, "0xc3", OTHER), (b"\xef\xbb\xbfanna\xe9", 7, "0xe9", OTHER),
+    (b"a\xed\xa0\x80", 1, "0xed", OTHER), (b"\xc0\x80", 0, "0xc0", OTHER)])
+def test_not_utf8_names_file_and_offset_and_how_to_convert(refused, raw, offset, byte, advice):
     Path("w.txt").write_bytes(raw)
     text = refused(train, "--data", "w.txt")
     assert "w.txt is not UTF-8" in text and f"byte {offset} is {byte}" in text
-    assert "iconv -f LATIN1 -t UTF-8" in text
+    assert text.endswith(f"convert it: {advice} -t UTF-8")
 
 
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -114,6 +138,32 @@ def test_utf16_is_recognised_by_its_mark_and_named(refused, codec):
     Path("w.txt").write_bytes((mark + "anna\nbob\n").encode(codec))
     text = refused(train, "--data", "w.txt")
     assert "w.txt is not UTF-8" in text and "iconv -f UTF-16 -t UTF-8" in text
+
+
+def zipped():
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("list.txt", "anna\nbob\n")
+    return archive.getvalue()
+
+
+@pytest.mark.parametrize("raw, named", [
+    (gzip.compress(b"anna\nbob\n"), "is compressed.*gunzip"),
+    (zipped(), "is a zip archive or a spreadsheet"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99), "is a spreadsheet or a document"),
+    (b"%PDF-1.7\n%\xe2\xe3\n", "is a PDF"), (b"%PDF-1.4\nplain\n", "is a PDF"),
+    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a picture"),
+    (b"\xff\xd8\xff\xe0\0\x10JFIF", "is a picture"), (b"GIF89a\x10\0", "is a picture"),
+    (b"GIF87a\n", "is a picture")])
+def test_what_is_no_text_is_known_by_its_first_bytes(refused, raw, named):
+    """Elsewhere in a file these bytes are characters, or not UTF-8."""
+    Path("w.txt").write_bytes(raw)
+    assert re.search(f"w.txt {named}", refused(train, "--data", "w.txt"))
+    Path("w.txt").write_bytes(b"anna\n" + raw)
+    try:
+        train.read_lines("w.txt")
+    except train.UserError as error:
+        assert "is not UTF-8" in str(error) or "NUL" in str(error)
 
 
 @pytest.mark.parametrize("raw", [b"anna\nbo\0b\n", b"\0", "anna\nbob\n".encode("utf-16-le")])
@@ -203,14 +253,69 @@ def test_a_context_of_the_gpt_skips_what_does_not_fit(learn):
     assert re.search(r"skipped 1 words .*4 characters", result.err)
 
 
-@pytest.mark.parametrize("row", ["Anna,F,12", "Anna\tF", "a;b;c"])
-def test_rows_of_a_table_draw_a_warning_and_are_learnt_as_they_are(learn, row):
-    for ordinary, warned in (2, 1), (3, 0):             # more than half of them are rows, or half
+def warned(err):
+    return [line for line in err.splitlines() if "warning: each line" in line]
+
+
+@pytest.mark.parametrize("row, what", [
+    ("Anna,F,12", "a table"), ("Anna\tF", "a table"), ("a;b;c", "a table"), ('"anna",', "JSON"),
+    ('{"name": "anna", "count": 3}', "JSON"), ('["anna", "bob"]', "JSON")])
+def test_json_and_tables_draw_a_warning_and_are_learnt_as_they_are(learn, row, what):
+    for ordinary, count in (2, 1), (3, 0):              # more than half of them are rows, or half
         write_words([row, "bob", row, "ned", row, "lea"][:3 + ordinary])
         result = learn("mlp", "--steps", 1)
-        assert result.status == 0
-        assert len([line for line in result.err.splitlines() if "warning" in line]) == warned
+        assert result.status == 0 and len(warned(result.err)) == count
+        assert all(f"it looks like {what}" in line for line in warned(result.err))
         assert set(row) <= set(best_of("out/mlp.npz").vocabulary)
+
+
+@pytest.mark.parametrize("text, what", [
+    (json.dumps(NAMES[:5]), "JSON"), (json.dumps(NAMES, indent=2), "JSON"),
+    (json.dumps(dict.fromkeys(NAMES, 1), indent=4), "JSON"),
+    ("".join(json.dumps(dict(name=name, count=3)) + "\n" for name in NAMES), "JSON"),
+    ("name,count\n" + "".join(f"{name},{i}\n" for i, name in enumerate(NAMES)), "a table"),
+    ("\n".join([*NAMES, "2,4-d", "zxcvbnm,./"]), None),
+    ("\n".join(["[a", '"b"', "{c", "d;e", *NAMES]), None)])
+def test_whole_files_of_json_and_of_tables_are_recognised(learn, text, what):
+    Path("w.txt").write_text(text)
+    result = learn("mlp", "--steps", 1)
+    assert result.status == 0 and len(warned(result.err)) == bool(what)
+    assert not what or f"it looks like {what}" in warned(result.err)[0]
+    assert set("".join(text.split("\n"))) <= {*best_of("out/mlp.npz").vocabulary, " "}
+
+
+@pytest.mark.parametrize("text, what", [
+    (json.dumps(NAMES), "JSON"), (json.dumps([dict(name=name) for name in NAMES]), "JSON"),
+    (",".join(NAMES), "a table"), ("\t".join(NAMES * 2) + "\n", "a table"),
+    ("a" * 101, None)])
+def test_json_or_a_table_of_which_no_line_remains_is_named_in_the_refusal(refused, text, what):
+    Path("w.txt").write_text(text)
+    said = refused(train, "--data", "w.txt")
+    assert "w.txt has no word of 1 to 100 characters" in said and "--max-len" in said
+    assert (f"it looks like {what}" in said) if what else "looks like" not in said
+
+
+def test_long_lines_count_for_what_a_file_looks_like(learn):
+    """Of this table a few short lines remain."""
+    write_words([*["x," * 60] * 9, "anna", "bob", "ida"])
+    result = learn("mlp", "--steps", 1)
+    assert "skipped 9 words" in result.err and len(warned(result.err)) == 1
+
+
+@pytest.mark.parametrize("character, count", [
+    ("\ufffd", 1), ("\x80", 1), ("\x92", 1), ("\x9f", 1), ("\x7f", 0), ("\xa0", 0), ("é", 0)])
+def test_a_mark_of_a_wrong_encoding_draws_a_warning(learn, character, count):
+    write_words([*NAMES, f"ren{character}"])
+    result = learn("mlp", "--steps", 1)
+    assert result.status == 0
+    assert result.err.count("warning: some characters seem to come from a wrong encoding") == count
+    assert character in best_of("out/mlp.npz").vocabulary
+
+
+def test_a_mark_of_a_wrong_encoding_in_a_line_that_is_skipped_draws_none(learn):
+    write_words([*NAMES, "\ufffd" * 101])
+    result = learn("mlp", "--steps", 1)
+    assert "skipped 1 words" in result.err and "wrong encoding" not in result.err
 
 
 # ---- What is said at the start
@@ -269,17 +374,20 @@ def test_characters_only_in_dev_or_test_never_raise(learn, run, kind, part):
     (dict(LC_ALL="C"), "Zoë 李.txt", "É"), (dict(PYTHONIOENCODING="latin-1"), "Zoë 李.txt", "É"),
     (dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"), "w.txt", "")])
 def test_the_locale_and_the_seed_of_hashes_change_nothing(run, monkeypatch, env, data, prefix):
-    """Of the last environment only the output is UTF-8 all the same."""
+    """Of the last environment only the output is UTF-8 all the same.
+
+    The path of the data is stored: so the folders have the same name, one after the other.
+    """
     training = [*SIZES["mlp"], "--data", data, "--steps", "3", "--out", f"{data[:3]}.npz"]
-    sampling = [f"{data[:3]}.npz", "-n", "30", "--prefix", prefix]
+    sampling = [f"{data[:3]}.npz", "-n", "30", "--prefix", prefix, "--seed", "1"]
     results = []
-    for folder in "there", "here":
-        Path(folder).mkdir()
-        monkeypatch.chdir(folder)
+    for way in "a process", "here":
+        Path("folder").mkdir()
+        monkeypatch.chdir("folder")
         write_words(["Zoë", "Élodie", "李小龙", "🙂"] * 6, data)
         texts = []
         for program, argv in (train, training), (sample, sampling):
-            if folder == "here":
+            if way == "here":
                 result = run(program, *argv)
                 status, out, err = result.status, result.out, result.err
             else:
@@ -291,8 +399,9 @@ def test_the_locale_and_the_seed_of_hashes_change_nothing(run, monkeypatch, env,
             texts += [without_times(out), without_times(err)]
         results.append([*texts, Path(f"{data[:3]}.npz").read_bytes()])
         monkeypatch.chdir("..")
+        os.rename("folder", way)
     assert results[0] == results[1]
-    assert results[1][1].startswith(f"{data}: 24 words")
+    assert results[1][1].startswith(f"{Path('folder', data).absolute()}: 24 words")
     assert all(name.startswith(prefix) for name in results[1][2].splitlines())
     assert {"李", "É"} & set(results[1][2])
 
@@ -306,16 +415,18 @@ FILES = st.one_of(
     st.lists(st.sampled_from([
         b"a", b"b", b"\n", b"\r", b"\r\n", b"\0", b" ", b"\t", b",", b"\xff", b"\xef\xbb\xbf",
         b"\xe2\x80\xa8", b"e\xcc\x81", b"\xc3", b"\xf0\x9f\x99\x82", b"x" * 120, b"\xff\xfe",
-        b"\x85"]), max_size=24).map(b"".join))
+        b"\x85", b"GIF8", b"PK\x03\x04", b"{", b'"']), max_size=24).map(b"".join))
 
 
 def words_of(raw):
     """What a reader has to find in these bytes, or None."""
     try:
-        text = unicodedata.normalize("NFC", raw.decode().removeprefix("\ufeff"))
+        text = unicodedata.normalize("NFC", raw.decode())
     except UnicodeDecodeError:
         return None
-    words = [line.strip(" \t") for line in re.split("[\r\n]", text)]
+    if text.startswith(("GIF8", "PK\x03\x04")):
+        return None
+    words = [line.strip(" \t\ufeff") for line in re.split("[\r\n]", text)]
     return None if "\0" in text else [word for word in words if 0 < len(word) <= 100] or None
 
 

@@ -169,7 +169,8 @@ def saved_step(path, err):
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_the_way_in_which_processes_start_changes_nothing(learn, here, method):
     """finish() waits until nobody can write to the standard error: no process is left behind."""
-    flags = ["--data", "w.txt", "--steps", "6", "--processes", "3", "--dropout", "0.2", "--out"]
+    flags = ["--data", "w.txt", "--steps", "6", "--processes", "3", "--dropout", "0.2",
+             "--lr", "0.003", "--batch", "64", "--weight-decay", "0.1", "--out"]
     assert learn("gpt", *flags, "expected.npz").status == 0
     status, _, err = finish(start(here, method, *flags, "x.npz"))
     assert status == 0, err

@@ -197,6 +197,16 @@ def test_first_values_spread_as_one_over_the_root_of_the_inputs(kind, choices):
             assert (narrow[name] == (1 if name in ('gain', 'bngain') else 0)).all(), name
 
 
+@pytest.mark.parametrize('kind, embd, std_C', [
+    ('mlp', 10, 0.1), ('mlp', 128, 0.1), ('gpt', 64, 0.1), ('gpt', 128, 0.05)])
+def test_first_values_have_the_spreads_that_were_found_by_trial(kind, embd, std_C):
+    factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
+    p = first_values(default_config(kind, embd=embd))
+    for name in p.keys() & factors:
+        std = factors[name] / (np.sqrt(p[name].shape[-2]) if name[0] == 'W' else 1)
+        assert p[name].std() == pytest.approx(std, rel=3 / np.sqrt(2 * p[name].size)), name
+
+
 @pytest.mark.parametrize('kind', ['mlp', 'gpt'])
 def test_first_values_of_naive_are_all_of_spread_one_but_the_gains(kind):
     for name, w in first_values(default_config(kind, init='naive')).items():
@@ -265,6 +275,14 @@ def test_the_mlp_in_layers_is_that_of_one_operation_at_a_time(N, dtype, toleranc
     for name, g in model.g.items():
         assert g.dtype == dtype
         assert error(g, gradients[name], floor=1 if name == 'b1' else 0) <= tolerance, name
+
+
+def test_mlp_steps_of_one_logit_far_above_the_others_is_finite():
+    p, _ = random_parameters(mlp_config(True, 'tanh'), rng(1))
+    p['b2'][3] = 1000
+    X, _ = mlp_batch_of(rng(2), 4)
+    with np.errstate(divide='ignore'):  # the logarithms of the others' probabilities
+        assert m.mlp_steps(p, X, np.full(4, 3))[0] == 0
 
 
 @pytest.mark.parametrize('statistics', [False, True])
@@ -384,6 +402,7 @@ def test_mlp_batch_is_the_window_before_each_character(words, T):
         batch = m.mlp_batch(examples, chosen)
         assert batch.X.tolist() == np.array(X)[chosen].tolist()
         assert batch.Y.tolist() == np.array(Y)[chosen].tolist()
+        assert batch.X.flags.c_contiguous and batch.Y.flags.c_contiguous    # for speed
 
 
 def test_mlp_examples_of_the_docstring():
@@ -528,6 +547,18 @@ def test_choose_takes_the_first_of_equals():
     assert m.choose(logits, u, 1., 2, 1.).tolist() == [1, 2, 2]
 
 
+def test_choose_takes_no_more_than_the_fewest_that_reach_top_p():
+    chosen = m.choose(np.zeros((3, 4)), np.array([0., 0.5, 0.999]), 1., 0, 0.5)
+    assert chosen.tolist() == [0, 1, 1]
+
+
+def test_choose_adds_up_in_double_precision():
+    logits = np.array([[0.1, 0.]] * 2, np.float32)
+    first = 1 / (1 + np.exp(-float(logits[0, 0])))
+    u = first * np.array([1 - 1e-10, 1 + 1e-10])
+    assert m.choose(logits, u, 1., 0, 0.).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize('temperature', [0.5, 1., 2.])
 def test_choose_chooses_as_often_as_the_softmax_says(temperature):
     logits, = normal(rng(1), 11)
@@ -548,19 +579,23 @@ def test_greedy_names_follow_the_likeliest_character(kind):
     model = random_model(kind)
     for prefix in 'b', 'ca', 'fed':
         ids = [VOCABULARY.index(character) for character in prefix]
-        while len(ids) < 5 and (chosen := int(next_logits(model, ids).argmax())):
+        while len(ids) <= 5 and (chosen := int(next_logits(model, ids).argmax())):
             ids.append(chosen)
-        direct = ''.join(VOCABULARY[i] for i in ids)
-        assert m.generate(model, 2, rng(1), 0, prefix=prefix, max_len=5) == [direct] * 2
+        direct = [''.join(VOCABULARY[i] for i in ids)] if len(ids) <= 5 else []
+        assert m.generate(model, 2, rng(1), 0, prefix=prefix, max_len=5) == direct * 2
 
 
 @pytest.mark.parametrize('kind', ['mlp', 'gpt'])
-def test_first_characters_are_as_frequent_as_the_model_says_but_no_name_is_empty(kind):
+def test_names_of_a_character_are_as_frequent_as_the_model_says_but_no_name_is_empty(kind):
+    """The probability of the character, if not the end comes first, times that of the end."""
     model, n = random_model(kind), 20_000
-    first = [VOCABULARY.index(name[0]) for name in m.generate(model, n, rng(1), max_len=1)]
+    first = [VOCABULARY.index(name) for name in m.generate(model, n, rng(1), max_len=1)]
     probs = np.exp(next_logits(model, []))
     probs[0] = 0
     probs /= probs.sum()
+    for i in range(1, 11):
+        after = np.exp(next_logits(model, [i]))
+        probs[i] *= after[0] / after.sum()
     counts = np.bincount(first, minlength=11)
     assert (np.abs(counts - n * probs) <= 4.5 * np.sqrt(n * probs * (1 - probs))).all()
 
@@ -570,40 +605,68 @@ def test_first_characters_are_as_frequent_as_the_model_says_but_no_name_is_empty
 def test_each_name_grows_by_the_choices_of_its_own_random_numbers(
         kind, temperature, top_k, top_p):
     """One name at a time, in plain NumPy: names that grow together do not notice each other."""
-    model, n, numbers = random_model(kind), 40, rng(7)
+    model, n, numbers = random_model(kind), 120, rng(7)
     if kind == 'mlp':
-        model.p['b2'][0] += 1.5         # some names end before they are cut off,
+        model.p['b2'][0] += 1.5         # some names end in time,
     else:
         model.p['C'][:] *= 0.25         # and none is much likelier than all others
-    u = [numbers.random(n) for _ in range(5)]
+    u = [numbers.random(n) for _ in range(6)]
     direct = []
     for i in range(n):
         ids = []
-        while len(ids) < 5:
+        while len(ids) <= 5:
             logits = next_logits(model, ids).copy()
             if not ids:
                 logits[0] = -np.inf
             chosen = plain_choice(logits, u[len(ids)][i], temperature, top_k, top_p)
             if chosen == 0:
+                direct.append(''.join(VOCABULARY[j] for j in ids))
                 break
             ids.append(chosen)
-        direct.append(''.join(VOCABULARY[j] for j in ids))
     assert m.generate(model, n, rng(7), temperature, top_k, top_p) == direct
-    assert len(set(direct)) > 10 and len(set(map(len, direct))) > 1
+    assert 5 < len(direct) < n and len(set(direct)) > 5
 
 
 @pytest.mark.parametrize('kind, prefix, max_len, longest', [
-    ('mlp', '', None, 5), ('mlp', 'cab', None, 8), ('mlp', 'cab', 4, 4), ('mlp', '', 30, 30),
-    ('mlp', 'cab', 2, 3), ('gpt', '', None, 5), ('gpt', 'cab', None, 5), ('gpt', 'cab', 4, 4),
+    ('mlp', '', None, 5), ('mlp', 'cab', None, 8), ('mlp', 'cab', 4, 4), ('mlp', '', 12, 12),
+    ('gpt', '', None, 5), ('gpt', 'cab', None, 5), ('gpt', 'cab', 4, 4),
     ('gpt', '', 30, 5), ('gpt', 'bagga', None, 5)])
-def test_names_have_their_prefix_and_are_cut_off(kind, prefix, max_len, longest):
+def test_names_have_their_prefix_and_end_in_time(kind, prefix, max_len, longest):
     """By default after as many more characters as the longest word has; the GPT reads only 5."""
     model = random_model(kind)
     if kind == 'mlp':
-        model.p['b2'][0] -= 2           # a name that ends seldom
-    made = m.generate(model, 300, rng(1), prefix=prefix, max_len=max_len)
-    assert len(made) == 300 and all(name.startswith(prefix) and name for name in made)
+        model.p['b2'][0] += 1           # a name that ends sooner or later
+    else:
+        model.p['C'][:] *= 0.25
+    made = m.generate(model, 3000, rng(1), prefix=prefix, max_len=max_len)
+    assert 0 < len(made) and all(name.startswith(prefix) and name for name in made)
     assert max(map(len, made)) == longest
+
+
+def test_a_prefix_that_is_too_long_or_unknown_is_refused():
+    for kind, prefix in ('mlp', 'cab'), ('gpt', 'cab'):
+        with pytest.raises(ValueError, match='2 characters'):
+            m.generate(random_model(kind), 3, rng(1), prefix=prefix, max_len=2)
+        with pytest.raises(KeyError):
+            m.generate(random_model(kind), 3, rng(1), prefix='?')
+    with pytest.raises(ValueError):
+        m.generate(random_model('gpt'), 3, rng(1), prefix='caccac')
+    with pytest.raises(ValueError):
+        m.score(random_model('gpt'), 'caccac')
+    with pytest.raises(KeyError):
+        m.score(random_model('mlp'), '?')
+
+
+@pytest.mark.parametrize('kind', ['mlp', 'gpt'])
+def test_names_grow_until_the_last_one_has_ended_and_no_further(kind, monkeypatch):
+    likeliest = iter([[1, 1], [0, 2], [0]])     # after each step, for those that are growing
+
+    def predict(model, batch):
+        logits = np.zeros((len(batch.Y), 11))
+        logits[np.flatnonzero(batch.Y == 0), next(likeliest)] = 1
+        return 0, dict(logits=logits)
+    monkeypatch.setattr(m, 'predict', predict)
+    assert m.generate(random_model(kind), 2, rng(1), 0) == ['a', 'ab']
 
 
 # ---- The programs

@@ -1,4 +1,6 @@
 """Every command in the README runs, shortened where it is long, and what it promises holds."""
+import ast
+import os
 import re
 import shlex
 import subprocess
@@ -47,20 +49,39 @@ def test_every_command_runs_in_the_order_of_the_text(tmp_path):
         assert 'Traceback' not in done.stderr, command
 
 
+def test_the_notebook_runs_as_it_is_written_in_a_fresh_process(tmp_path):
+    code, = (block for kind, block in BLOCKS if kind == 'python')
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=200, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    first, *_, best, keys = done.stdout.splitlines()
+    assert re.fullmatch(r"\[('\w+', ){4}'\w+'\] -\d+\.\d+", first), first
+    assert re.fullmatch(r'200 -\d+\.\d+', best), best
+    assert {'format', 'config', 'vocabulary', 'best.C', 'latest.C'} <= set(ast.literal_eval(keys))
+
+
+def test_the_text_before_the_derivative_reference_is_short():
+    assert README.split('## The derivative reference')[0].count('\n') <= 250
+
+
+def test_every_picture_is_there_and_together_they_are_small():
+    pictures = [ROOT / path for path in re.findall(r'!\[[^]]+\]\(([^)]+)\)', README)]
+    assert len(pictures) == 3 and set(pictures) == set((ROOT / 'data' / 'pictures').iterdir())
+    assert sum(path.stat().st_size for path in pictures) <= 400_000
+
+
 @pytest.mark.slow
 def test_the_torch_module_gives_the_same_logits(tmp_path, monkeypatch):
     torch = pytest.importorskip('torch', reason='the module is written with PyTorch')
-    code, = (block for kind, block in BLOCKS if kind == 'python')
+    from gpt_torch import GPT
     monkeypatch.chdir(tmp_path)
     subprocess.run(shortened('python train.py --model gpt'), shell=True, check=True,
                    capture_output=True)
-    names = {}
-    exec(code, names)
-    ours = train.load('out/gpt.npz').best
+    gpt, ours = GPT('out/gpt.npz'), train.load('out/gpt.npz').best
     words = ['bartholomew', 'li', 'maria']
     batch = model.batch_of(ours, words)
     logits = model.predict(ours, batch)[1]['logits']
     for word, part in zip(words, np.split(logits, np.flatnonzero(batch.Y == 0) + 1)):
         ids = torch.tensor([[0, *map(ours.vocabulary.index, word)]])
-        theirs = names['gpt'](ids)[0].detach().numpy()
+        theirs = gpt(ids)[0].detach().numpy()
         np.testing.assert_allclose(part, theirs, rtol=0, atol=1e-5)

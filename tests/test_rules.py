@@ -451,7 +451,7 @@ def watch_mlp(watch, model, backward, train, rng):
     statistics = train.batchnorm_statistics(p, np.resize(examples, (4096, T + 1)))
     watch.letters = MLP_SIZES
     model.mlp(config, p, batch, statistics)
-    config['longest'] = 1               # so that all n words still grow after the first character
+    config['longest'] = 0               # only the first character, in which all n words grow
     model.generate(model.Model(config, '\0abcdefghij', p, statistics), n, rng)
     loss, values = model.mlp_steps(p, *batch)
     return p, values, backward.mlp_steps_backward(p, *batch, values)
@@ -840,7 +840,7 @@ def test_a_long_line_is_caught():
 def test_the_four_files_do_not_grow():
     """Whoever raises a number says in the commit what it bought."""
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 1891
+    assert sum(lines.values()) <= 2258
     assert lines['model'] <= 620
 
 

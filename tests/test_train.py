@@ -1,6 +1,5 @@
 """Training: its steps, what it says and stores, how it stops and goes on."""
 import contextlib
-import importlib.util
 import io
 import itertools
 import math
@@ -80,6 +79,23 @@ def test_weight_decay_shrinks_matrices_and_nothing_else(learn, monkeypatch):
             np.testing.assert_allclose(decayed[name], factor * w, rtol=1e-6)
 
 
+def test_the_gradient_of_several_processes_is_in_single_precision(learn, monkeypatch):
+    found = []
+    monkeypatch.setitem(train.OPTIMIZERS, "sgd", lambda w, dw, *rest: found.append(dw.dtype))
+    learn("gpt", "--optimizer", "sgd", "--processes", 2, "--steps", 1)
+    assert found == [np.float32]
+
+
+def test_every_random_generator_has_a_seed_of_its_own(learn, monkeypatch):
+    """The first number differs, as NumPy takes (1, 2) and (1, 2, 0) for the same seed."""
+    real, seeds = np.random.default_rng, []
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed) or real(seed))
+    learn("gpt", "--steps", 2, "--dropout", 0.1, "--processes", 1, "--seed", 7)
+    lengths = {seed[0]: len(seed) for seed in seeds}
+    assert lengths == {train.FIRST_VALUES: 2, train.ORDER: 3, train.DROPOUT: 4, train.INVENT: 3}
+    assert {seed[1] for seed in seeds} == {7}
+
+
 # ---- Batches
 
 @both_models
@@ -116,7 +132,8 @@ def test_names_of_a_batch_share_the_rows_of_their_beginnings(run, monkeypatch):
     real, given = train.batches, []
     monkeypatch.setattr(train, "batches", lambda *args: given.append(args) or real(*args))
     write_words((ROOT / "data/names.txt").read_text().split()[::5])
-    assert run(train, "--data", "w.txt", "--model", "gpt", "--embd", 8, "--steps", 1).status == 0
+    assert run(train, "--data", "w.txt", "--model", "gpt", "--embd", 8, "--steps", 1,
+               "--batch", 64).status == 0
     config, examples, *_ = given[0]
     for processes in 1, 2:
         shards = [shard for k in range(processes) for shard in
@@ -133,6 +150,37 @@ def test_the_steps_and_the_layers_train_alike(run, steps_taken):
     assert len(steps) == 100 and layers[-1] < layers[0] - 0.2
     np.testing.assert_allclose(layers, steps, rtol=0, atol=1e-4)
     assert layers != steps
+
+
+# ---- Over all examples, in blocks
+
+@pytest.mark.parametrize("dtype, tolerance", [(np.float32, 3e-7), (np.float64, 1e-12)])
+@pytest.mark.parametrize("N", [2, 4096, 4097, 8193])
+def test_statistics_are_of_all_examples_however_many_blocks_they_fill(N, dtype, tolerance):
+    rng = np.random.default_rng(N)
+    examples = rng.integers(0, 5, (N, 4))
+    p = {name: rng.standard_normal(shape).astype(dtype)
+         for name, shape in dict(C=(5, 2), W1=(6, 3), b1=3).items()}
+    hprebn = (p["C"][examples[:, :-1]].reshape(N, 6) @ p["W1"] + p["b1"]).astype(float)
+    ours = train.batchnorm_statistics(p, examples)
+    assert ours["bnmean"].dtype == ours["bnvar"].dtype == dtype
+    np.testing.assert_allclose(ours["bnmean"], hprebn.mean(0), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(ours["bnvar"], hprebn.var(0, ddof=1), rtol=3 * tolerance)
+
+
+@both_models
+def test_an_evaluation_is_of_all_examples_even_if_the_last_block_has_only_one(kind):
+    words = [a + b for a in "abcdefgh" for b in "abcdefgh"] + ["hhh"]
+    config = dict(model=kind, vocab_size=9, context=5, embd=4, hidden=3, layers=1, heads=2,
+                  act="tanh", norm="rmsnorm", batchnorm=False, init="naive")
+    examples = model.EXAMPLES[kind](words, model.make_vocabulary(words), 5)
+    if kind == "mlp":
+        examples = np.resize(examples, (4097, 6))
+    p = model.make_parameters(config, np.random.default_rng(1), np.float64)
+    best, size = model.Model(config, "", p, {}), len(examples)
+    assert size % 64 == 1
+    whole, _ = model.predict(best, model.BATCH[kind](examples, np.arange(size)))
+    assert train.evaluate(best, examples) == pytest.approx(whole, rel=1e-12)
 
 
 # ---- What a run says
@@ -160,6 +208,10 @@ def test_the_number_of_parameters_is_what_the_sizes_say(learn):
         f"{V*8 + 5*8 + 3*8 + 8*24 + 8*8 + 8*32 + 32*8} parameters, ")
 
 
+def test_nothing_is_said_of_words_that_are_too_long_if_there_are_none(learn):
+    assert "skipped" not in learn("mlp", "--steps", 1).err
+
+
 @both_models
 def test_reported_losses_are_means_over_the_whole_splits_of_the_best(run, kind):
     """More words and characters than one block of an evaluation takes."""
@@ -179,7 +231,7 @@ def test_reported_losses_are_means_over_the_whole_splits_of_the_best(run, kind):
 def test_evaluations_come_when_they_are_due_and_at_the_end(learn, kind, every, expected):
     result = learn(kind, "--steps", 5 if expected else 40,
                    *([] if every is None else ["--eval-every", every]))
-    expected = expected or list(range(4, 41, 4))                # a tenth
+    expected = expected or [1, 2, *range(4, 41, 4)]             # 1, 2, 5, 10, 20, ... 100 %
     assert result.status == 0 and evaluations(result.err) == expected
     assert [step for step, _, _ in train.load(f"out/{kind}.npz").history] == expected
 
@@ -208,7 +260,8 @@ def test_a_batch_larger_than_the_data_is_all_of_it(learn, steps_taken, kind):
 
 
 def test_a_log_has_plain_lines_and_a_terminal_has_a_bar(learn):
-    flags = [*SIZES["mlp"], "--data", "w.txt", "--steps", "3000", "--eval-every", "1500"]
+    flags = [*SIZES["mlp"], "--data", "w.txt", "--steps", "3000", "--eval-every", "1500",
+             "--weight-decay", "0"]
     log = learn("mlp", *flags)
     assert log.status == 0 and "\r" not in log.out + log.err
     assert evaluations(log.err) == [1500, 3000]
@@ -266,7 +319,7 @@ def test_no_program_changes_the_filters_of_warnings(learn, run, capsys):
     assert warnings.filters == before
 
 
-# ---- Proving and drawing
+# ---- Proving
 
 @both_models
 def test_check_proves_this_model_before_it_trains(learn, monkeypatch, kind):
@@ -297,40 +350,6 @@ def test_a_wrong_gradient_is_not_trained_with(learn, steps_taken, monkeypatch, k
     wrong, = re.findall(r"d(\w+) .* WRONG\n", result.out)
     assert (wrong, result.status, steps_taken) == ("C", 2, [])
     assert "wrong" in result.err.splitlines()[-1] and not Path("out").exists()
-
-
-@pytest.mark.parametrize("ending, begin", [
-    ("png", b"\x89PNG"), ("SVG", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture_is_drawn(learn, run, ending, begin):
-    pytest.importorskip("matplotlib", reason="it draws")
-    write_words([*NAMES, "$x", "a_b", "\\q"])
-    picture = f"p.{ending}"
-    for flags in ["mlp", "--embd", 1], ["gpt", "--eval-every", 0]:
-        assert learn(*flags, "--steps", 20, "--plot", picture).status == 0
-        assert Path(picture).read_bytes().startswith(begin) and os.path.getsize(picture) > 5000
-        os.remove(picture)
-    assert run(train, "--resume", "--plot", picture).status == 0
-    assert Path(picture).read_bytes().startswith(begin)
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_first_step(
-        refused, steps_taken, monkeypatch):
-    write_words(NAMES)
-    flags = [*SIZES["mlp"], "--data", "w.txt", "--steps", 2]
-    for name in "c", "c.npz", "c.xyz":
-        text = refused(train, *flags, "--plot", name)
-        assert f"--plot {name}" in text and ".png" in text
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert importlib.util.find_spec("matplotlib") is None
-    assert "pip install matplotlib" in refused(train, *flags, "--plot", "p.png")
-    assert steps_taken == []
-
-
-def test_a_picture_without_a_folder_is_said_and_the_checkpoint_is_there(learn):
-    pytest.importorskip("matplotlib", reason="it draws")
-    result = learn("mlp", "--steps", 2, "--plot", "no/p.png")
-    assert result.status == 2 and "no/p.png" in result.err.splitlines()[-1]
-    assert train.load("out/mlp.npz").step == 2
 
 
 # ---- Flags
@@ -373,7 +392,7 @@ def test_flags_that_mean_nothing_to_the_model_are_named(refused, steps_taken, ki
 
 def test_help_states_the_defaults(monkeypatch):
     """Some defaults depend on the data or the machine: they are here as the help describes them."""
-    described = dict(data="data/names.txt", eval_every="steps/10", batchnorm="yes", model="mlp")
+    described = dict(data="data/names.txt", eval_every="13 times", batchnorm="yes", model="mlp")
     helps, real = {}, train.argparse.ArgumentParser.add_argument
 
     def add_argument(self, *names, **options):
@@ -529,7 +548,7 @@ def test_at_any_learning_rate_what_is_saved_loads(learn, run, kind, optimizer, l
     assert result.status == (0 if len(done) == 6 else 2)
     assert result.status == 0 or re.search(r"not finite.*--lr", result.err.splitlines()[-1])
     assert train.load(f"out/{kind}.npz").step == max([0, *done])
-    assert run(sample, f"out/{kind}.npz", "-n", 2).status == 0
+    assert run(sample, f"out/{kind}.npz", "-n", 2, "--seed", 0).status == 0
     assert run(sample, f"out/{kind}.npz", "--score", "anna", "bob").status == 0
 
 
@@ -564,7 +583,8 @@ def test_a_gpt_that_diverges_says_one_sentence_and_no_warning(here):
         "--init", "naive", "--lr", "1e9", "--optimizer", "sgd"))
     *rest, last = err.decode().splitlines()
     assert (status, out) == (2, b"") and "not finite" in last and "--lr" in last
-    assert all(line.startswith(("w.txt", "step ")) or "dev words" in line for line in rest)
+    assert all(re.search("w.txt: 1609 words, |dev words|^for so few words|^dev loss of |^step ",
+                         line) for line in rest)
     assert train.load("out/gpt.npz").step == max([0, *evaluations(err.decode())])
 
 
@@ -708,7 +728,7 @@ def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
     assert rates[39] < 0.001 < 0.005 < rates[40] and rates[99] < 0.001
     stored = train.load("out/mlp.npz")
     assert (stored.config["steps"], stored.step) == (100, 100)
-    assert len(stored.history) == 10 + 15           # every 4 steps as before, that is kept
+    assert [row[0] for row in stored.history] == [1, 2, *range(4, 41, 4), *range(50, 101, 10)]
     assert run(train, "--resume", "--steps", 110, "--eval-every", 5).status == 0
     assert [row[0] for row in train.load("out/mlp.npz").history[-3:]] == [100, 105, 110]
 
@@ -717,7 +737,7 @@ def test_more_steps_stretch_the_schedule_from_there_on(learn, run, monkeypatch):
     ("mlp", "--lr 0.5"), ("mlp", "--seed 9"), ("mlp", "--hidden 9"), ("mlp", "--embd 5"),
     ("mlp", "--optimizer sgd"), ("mlp", "--batch 5"), ("mlp", "--max-len 5"), ("mlp", "--act relu"),
     ("mlp", "--init naive"), ("mlp", "--context 4"), ("mlp", "--weight-decay 0.5"),
-    ("mlp", "--backward steps"), ("mlp", "--data other.txt"), ("mlp", "--heads 2"),
+    ("mlp", "--backward steps"), ("mlp", "--heads 2"),
     ("mlp", "--batchnorm"), ("gpt", "--layers 2"), ("gpt", "--heads 4"), ("gpt", "--dropout 0.5"),
     ("gpt", "--norm layernorm"), ("gpt", "--processes 7"), ("gpt", "--hidden 8")])
 def test_only_the_number_of_steps_and_of_evaluations_can_be_changed(trained, refused, kind, flag):
@@ -732,7 +752,8 @@ def test_a_checkpoint_of_the_other_model_is_not_gone_on_with(trained, refused, k
     assert "--model" in refused(train, "--resume", "--model", kind, "--out", f"out/{other}.npz")
 
 
-def test_what_cannot_be_gone_on_with_is_refused(trained, refused):
+def test_what_cannot_be_gone_on_with_is_refused(learn, refused):
+    assert learn("mlp", "--steps", 60).status == 0
     text = refused(train, "--resume", "--steps", 50)
     assert "--steps 50" in text and "step 60" in text
     assert "no.npz" in refused(train, "--resume", "--out", "no.npz")
@@ -740,3 +761,10 @@ def test_what_cannot_be_gone_on_with_is_refused(trained, refused):
     assert "w.txt has changed" in refused(train, "--resume", "--steps", 90)
     os.rename("w.txt", "v.txt")
     assert "w.txt" in refused(train, "--resume", "--steps", 90)
+    assert "v.txt has changed" in refused(train, "--resume", "--steps", 90, "--data", "v.txt")
+
+
+def test_a_list_that_was_moved_can_be_named_when_a_run_goes_on(trained, run):
+    os.rename("w.txt", "v.txt")
+    assert run(train, "--resume", "--steps", 62, "--data", "v.txt").status == 0
+    assert train.load("out/mlp.npz").config["data"] == os.path.abspath("v.txt")
