@@ -407,18 +407,19 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Print a row for each block {name: (w, dw)}, the first one after the title that is printed.
+    """Print a row for each block {name: (w, dw)}; the first goes on in the line of a title.
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
-    Every element of w is moved, or else all of w in n random directions. run(name) is the run()
-    above while the block of that name is moved. An error is relative to the largest gradient, or to
-    0.01 max(1, loss): every difference has the rounding error of the loss, even at a gradient of 0.
+    Every element of w is moved, or else all of w in n random directions. run(name) is as run() in
+    slope_along, for the block with this name. The error is divided by the largest gradient, or by
+    0.01 max(1, loss) if that is more: where a gradient is 0, differences are rounding errors only.
     """
     right = []
     for name, (w, dw) in blocks.items():
         indent = ' ' * 15 if right else ''
         print(f'{indent}{"d" + name:<16} {str(w.shape):<12} ', end='')
-        if dw is ... or np.shape(dw) != w.shape:           # ... is what an exercise leaves out
+        # In a copy by tests/exercise.py, a line that is left out is dX = ..., with three dots.
+        if dw is ... or np.shape(dw) != w.shape:
             print('not written yet' if dw is ... else f'WRONG: its shape is {np.shape(dw)}')
             right.append(None if dw is ... else False)
             continue
@@ -432,6 +433,7 @@ def compare(run, blocks, rng, n=None):
         right.append(bool(error <= TOLERANCE[w.dtype.name] and not np.isnan(numeric).all()))
         print(f'{error:>9.1e}  {"ok" if right[-1] else "WRONG"}', flush=True)
         if right.count(False) == 1 and not right[-1]:      # later ones may only follow from it
+            # Is one factor wrong everywhere? `ratio` is the one that fits best.
             worst, ratio = errors.argmax(), (by_hand @ numeric) / (numeric @ numeric)
             at = f'direction {worst}' if n else tuple(map(int, np.unravel_index(worst, w.shape)))
             everywhere = np.allclose(by_hand, ratio * numeric, rtol=1e-3, atol=1e-6)
@@ -449,8 +451,8 @@ def prove_layer(title, dtype, rng):
     """Prove a layer on random numbers.
 
     The loss is the sum of its output times random numbers dy, which are then its gradient. (If dy
-    were all ones, the gradient of batch norm would be zero, right or wrong.) What a backward
-    function fills has random numbers before, so that one which adds to them is seen.
+    were all ones, the gradient of batch norm would be zero, right or wrong.) dW, dgain and so on
+    begin as random numbers, to catch a function that adds to them where it should overwrite.
     """
     def normal(*shapes):
         return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -463,6 +465,7 @@ def prove_layer(title, dtype, rng):
         layer, blocks = partial(m.embedding, C, X), dict(C=(C, dC - before))
     elif title == 'linear':
         W, b, dW, db, dy = normal((5, 4), 4, (5, 4), 4, (3, 4))
+        linear_backward(dy, x, W, dW)                      # without b, as in the GPT
         dx = linear_backward(dy, x, W, dW, db)
         layer, blocks = partial(m.linear, x, W, b), dict(x=(x, dx), W=(W, dW), b=(b, db))
     elif title == 'batchnorm':
@@ -559,14 +562,15 @@ def prove(title, proof, *arguments):
     try:
         with np.errstate(all='ignore'):
             return proof(*arguments)
-    except NotImplementedError:                            # raised by what an exercise leaves out
+    except NotImplementedError:         # a function that tests/exercise.py has left out
         print('not written yet')
         return [None]
     except Exception as error:
         # Numba's errors begin with lines "Failed in ..." and go on for long: one line is shown.
         said = re.sub('Failed in .*\n', '', str(error)).partition('\n')[0]
-        *_, place = (frame for frame in traceback.extract_tb(error.__traceback__)
-                     if Path(frame.filename).name in ('model.py', 'backward.py'))
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+                  if Path(frame.filename).name in ('model.py', 'backward.py')]
+        place = frames[-1]
         print(f'{type(error).__name__}: {said}\n{"":15}line {place.lineno}: {place.line}')
         return [False]
 
@@ -574,7 +578,7 @@ def prove(title, proof, *arguments):
 # ---- python backward.py
 
 def tanh_gradients(sizes, init):
-    """h and its gradient, before and after tanh, of an MLP without batch norm: (32,H) each."""
+    """h, dh, and dh after tanh_backward, of an MLP without batch norm: (32,H) each."""
     config = dict(m.MLP_DEFAULTS, **sizes, init=init, batchnorm=False)
     rng = np.random.default_rng(1)
     config, batch = m.first_batch(config, 32, rng)
@@ -602,7 +606,7 @@ def plot(path):
             largest, rows = abs(array).max(), np.atleast_2d(array)
             image = rows.reshape(len(rows), -1) / (largest or 1)
             axes.imshow(image.round(1), 'coolwarm', vmin=-1, vmax=1, aspect='auto',
-                        interpolation='nearest')           # 21 colours make a small file
+                        interpolation='nearest')           # 21 values: the file stays small
             axes.set_title(f'{label}\n{array.shape} ±{largest:.2g}', size=8)
             axes.set_axis_off()
     left, right = bottom.subplots(1, 2)

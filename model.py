@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
-    os.environ.setdefault(library, '1')     # one core for a matrix product; train.py has processes
+    os.environ.setdefault(library, '1')     # one core for a product; train.py starts processes
 
 import numba
 import numpy as np
@@ -26,8 +26,8 @@ import numpy as np
 #   A  attention heads, each of width E/A                                            4
 #   N  rows of a batch: the GPT has one for each distinct           32             330 or so
 #      beginning of a word (a node of the prefix tree, see below)
-#   B  predictions of a batch; the GPT has more than rows: words    32             460 or so
-#      that begin alike share rows, but make their own predictions
+#   B  predictions of a batch: N in the MLP, more in the GPT, in    32             460 or so
+#      which several words can use the row of a beginning
 #   S  attention scores of a head: pairs of a row and one it looks at             1700 or so
 
 # A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus two
@@ -41,7 +41,7 @@ GPT_DEFAULTS = dict(model='gpt', context=16, embd=64, layers=4, heads=4, act='ge
 # A kernel is a function of loops that Numba compiles at its first call and caches on disk. It may
 # reorder sums (reassoc), fuse a*b + c (contract), multiply by 1/x to divide (arcp) and ignore the
 # sign of zero (nsz); NaN and 1/0 = infinity are as in NumPy (error_model). With the environment
-# variable NUMBA_BOUNDSCHECK=1, kernels check every index; the disk has those that do not.
+# variable NUMBA_BOUNDSCHECK=1 kernels check every index, and are not taken from the disk.
 kernel = numba.njit(cache=not numba.config.BOUNDSCHECK, error_model='numpy',
                     fastmath={'reassoc', 'contract', 'arcp', 'nsz'})
 
@@ -306,8 +306,8 @@ class PrefixTree(NamedTuple):
 def grow_tree(ids, lengths):
     """The fields of a PrefixTree, from the ids of words end to end, and how many each word has.
 
-    A word shares the nodes of the word before it for as long as their ids are the same. (After
-    "al", "ali" differs where "al" has its boundary token.)
+    A word shares the nodes of the word before it for as long as their ids are the same. (That ends
+    with the shorter word at the latest: its boundary token differs from a character.)
     """
     X = np.empty(len(ids), np.int64)                       # long enough, and cut at the end
     position, Y, predicted_from = np.empty_like(X), np.empty_like(X), np.empty_like(X)
@@ -319,8 +319,9 @@ def grow_tree(ids, lengths):
     for length in lengths:
         shared = start > 0                                 # the first word shares nothing
         for k in range(length - 1):
+            # If all ids up to this one are those of the word before, node[k] is still right.
             shared = shared and ids[start + k] == ids[start_before + k]
-            if not shared:              # a new node, with number N
+            if not shared:              # a new node, with number N, and its ancestors
                 X[N], position[N] = ids[start + k], k
                 node[k] = N
                 ancestors[S:S + k + 1] = node[:k + 1]
@@ -370,7 +371,7 @@ def rmsnorm(x, gain):
 
 
 def layernorm(x, gain):
-    """RMSNorm of x (N,E) minus its row means, whose RMS is the standard deviation. Source: A.4."""
+    """RMSNorm after each row of x (N,E) is brought to mean 0: RMS = standard deviation. A.4."""
     return rmsnorm(x - x.mean(1, keepdims=True), gain)
 
 
@@ -476,8 +477,8 @@ def make_parameters(config, rng, dtype=np.float32):
     """
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
-    # The readout of the GPT favours the character just read, which is rarely the next one: so its
-    # loss begins above ln V. Its logit grows with E, hence smaller C and P for E above 64.
+    # x begins with C[id], so in the GPT the logit of the character just read is the largest, about
+    # E std_C^2. That character is rarely the next one: the loss would begin far above ln V.
     std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
@@ -531,7 +532,8 @@ def choose(logits, u, temperature, top_k, top_p):
     if top_k:
         weights[:, top_k:] = 0
     if top_p:
-        before = weights.cumsum(1) - weights               # (n, V)  the sum of all likelier ones
+        # A character is left out if the likelier ones have the share top_p already.
+        before = weights.cumsum(1) - weights               # (n, V)
         weights[before >= top_p * weights.sum(1, keepdims=True)] = 0
     cumulative = weights.cumsum(1)                                              # (n, V)
     # The place is the number of cumulative sums that u has passed.
@@ -540,7 +542,7 @@ def choose(logits, u, temperature, top_k, top_p):
 
 
 def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
-    """Those of n words that end within max_len characters, normalized (é is one); none is empty.
+    """Those of n words that end within max_len characters, in NFC (é is one); none is empty.
 
     They grow together, by a character at a time. max_len is by default the prefix and as many
     characters as the longest word has. For temperature, top_k and top_p see choose().
@@ -554,7 +556,8 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     for k in range(len(prefix), longest + 1):
         batch = batch_of(model, [words[i] for i in growing])
         _, acts = predict(model, batch)
-        # Of each word only the last row is needed, which batch_of gave the end as its Y.
+        # batch_of predicts all characters of a word and then its end, Y = 0: only this last
+        # prediction, one for each word, is of what comes next.
         logits = acts['logits'][batch.Y == 0]              # (growing, V)
         if k == 0:
             logits[:, 0] = -np.inf                         # no word is empty

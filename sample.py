@@ -26,7 +26,7 @@ def parse(argv):
     add, to_nfc = parser.add_argument, partial(unicodedata.normalize, 'NFC')    # as the data is
     add('checkpoint', nargs='?', metavar='CHECKPOINT', help='default: the newest in out/')
     add('-n', type=number(int, 0), default=20, metavar='N', help='how many names (20)')
-    add('--seed', type=number(int, 0), metavar='N', help='same seed, same names (drawn anew)')
+    add('--seed', type=number(int, 0), metavar='N', help='same seed, same names (a random one)')
     add('--temperature', type=number(float, 0), default=1., metavar='F',
         help='below 1 likelier characters, above 1 wilder ones, 0 always the likeliest (1)')
     add('--top-k', type=number(int, 0), default=0, metavar='N',
@@ -139,7 +139,8 @@ def plot(model, word):
     text, n, L = ('\0' + word).translate(SIGNS), len(probs), len(layers)
     rows = np.union1d(np.argsort(-probs.max(0))[:40], batch.Y)                  # (rows,)
     width = max(9, 0.6*n, 2 + 0.15*n*A)                    # in inches
-    heights = [1.5 + 0.15*len(rows)] + ([0.8 + (width - 1)*L / A] if L else [])
+    side = min((width - 1) / A, max(3, 0.2*n))             # of an attention map
+    heights = [1.5 + 0.15*len(rows)] + ([0.8 + L*side] if L else [])
     figure = Figure(np.minimum([width, sum(heights)], 60), layout='constrained')
     top, *bottom = np.atleast_1d(figure.subfigures(len(heights), height_ratios=heights))
     axes = top.subplots()
@@ -155,6 +156,7 @@ def plot(model, word):
         maps = part.subplots(L, A, squeeze=False)
         for (l, head), axes in np.ndenumerate(maps):
             weights = np.full((n, n), np.nan)              # (n, n)
+            # A character looks at those before it and itself: the lower triangle, row by row.
             weights[np.tril_indices(n)] = layers[l]['weights'][head]            # (S,)
             image = axes.imshow(weights, cmap='Blues', vmin=0, vmax=1)
             axes.set(xticks=range(n), xticklabels=text, xlabel=f'head {head + 1}',
@@ -172,7 +174,7 @@ def main(argv=None):
     check_picture(args.plot)
     given, words = list(sys.argv[1:] if argv is None else argv), args.score or []
     if not args.checkpoint and len(words) > 1 and words[-1].endswith('.npz'):
-        args.checkpoint = words.pop()                      # it was typed after the words
+        args.checkpoint = words.pop()   # as in --score emma out/gpt.npz
     elif not args.checkpoint:
         args.checkpoint = str(newest())
         given = [args.checkpoint, *given]
@@ -181,7 +183,7 @@ def main(argv=None):
     best = f'dev loss {min(dev for _, _, dev in run.history):.4f}' if run.history else 'not trained'
     log(f"{args.checkpoint}: {run.config['model']}, step {run.best_step()}, {best}")
     if words == ['-']:
-        with open(0, encoding='utf-8', errors='replace', closefd=False) as file:
+        with open(0, encoding='utf-8', errors='replace', closefd=False) as file:    # 0: stdin
             words = [unicodedata.normalize('NFC', line.strip(' \t\n\ufeff')) for line in file]
     if args.plot and len(words) != 1:
         raise UserError('--plot draws one word: give one to --score')

@@ -111,7 +111,7 @@ def command(main):
 
 # ---- Data: one word a line of a UTF-8 text
 
-# What is often given for a list: how such a file begins, and what it is.
+# Files that are often given by mistake: how they begin, and what to say.
 NOT_TEXT = {b'\x1f\x8b': 'is compressed: unpack it with gunzip',
             b'PK\x03\x04': 'is a zip archive or a spreadsheet: unpack it, or save it as text',
             b'\xd0\xcf\x11\xe0': 'is a spreadsheet or a document: save it as text',
@@ -128,13 +128,13 @@ def read_lines(path):
     try:
         text = raw.decode('utf-8')
     except UnicodeDecodeError as error:
-        byte, advice = raw[error.start], 'from its encoding, e.g. iconv -f WINDOWS-1251 -t UTF-8'
-        if 0x80 <= byte < 0xa0:         # no letter in other encodings with a byte a character
-            advice = 'iconv -f WINDOWS-1252 -t UTF-8'
+        byte, encoding = raw[error.start], 'its encoding, e.g. WINDOWS-1251 if it is Russian'
+        if 0x80 <= byte < 0xa0:         # only control characters in ISO-8859, so likely Windows
+            encoding = 'WINDOWS-1252, probably'
         if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
-            advice = 'iconv -f UTF-16 -t UTF-8'
-        raise UserError(f'{path} is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it: '
-                        + advice)
+            encoding = 'UTF-16'
+        raise UserError(f'{path} is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it from '
+                        f'{encoding}: iconv -f ENCODING -t UTF-8 FILE > NEW')
     if '\0' in text:
         raise UserError(f'{path} is not a text file: it has a NUL byte')
     text = unicodedata.normalize('NFC', text).replace('\r\n', '\n').replace('\r', '\n')
@@ -161,8 +161,8 @@ def read_words(path, limit):
     elif sum('\t' in line or ',' in line or ';' in line for line in found) > len(found) / 2:
         looks = ' (it looks like a table)'
     if not words:
-        raise UserError(f'{path} has no word of 1 to {limit} characters, one a line{looks}: '
-                        'see --max-len')
+        raise UserError(f'{path} has no word of 1 to {limit} characters, one a line'
+                        + (looks or ': see --max-len'))
     train, dev, _ = split(words)
     known, distinct = set(train), len(set(words))
     log(f'{path}: {len(words)} words, {distinct} of them distinct, longest {max(map(len, words))}, '
@@ -171,18 +171,18 @@ def read_words(path, limit):
     if len(words) < len(found):
         log(f'skipped {len(found) - len(words)} words of more than {limit} characters')
     if looks:
-        log(f'warning: each line is learnt as one word{looks}')
+        log(f'warning: each line is learnt as one word{looks}: keep nothing but the words')
     if re.search('[\ufffd\x80-\x9f]', ''.join(words)):
         log('warning: some characters seem to come from a wrong encoding (U+FFFD, or controls)')
     return words, sha256
 
 
 def counting_loss(train_words, words, size, order=2):
-    """The mean loss of counting what follows each (order - 1) characters, with `size` characters.
+    """The mean loss on `words` of an n-gram model, n = order, counted on train_words.
 
     P(x after history) = (count(history, x) + kinds(history) P(x after a shorter history)) /
     (count(history) + kinds(history)), where kinds counts the different characters that followed
-    (Witten-Bell). With order 2, pairs of characters are counted.
+    (Witten-Bell smoothing); with no history left, P = 1 / size, the number of characters.
     """
     counts = defaultdict(Counter)       # of what follows, by history
     begin = '\0' * (order - 1)
@@ -210,7 +210,8 @@ FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
 def batches(config, examples, step, shards=1, k=0):
-    """The batches from a step on, or for the GPT the k-th shard of each: the part of a process.
+    """The batches from a step on; those of the GPT are split into shards, a part for each process,
+    of which this yields the k-th.
 
     Their order depends on the seed and the epoch alone, so that a resumed run gets the same ones.
     """
@@ -274,8 +275,8 @@ def work(connection, others, config, examples, step, memory, processes, k):
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # A forked process inherits the ends of the pipes that belong to process 0, which started it. As
-    # long as one is open, recv() would wait for ever if process 0 has died.
+    # A forked process has copies of the pipe ends of process 0. If they stayed open, recv() would
+    # wait for ever after process 0 has died.
     for other in others:
         other.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
@@ -301,7 +302,7 @@ def start_processes(config, examples, step, memory, processes):
             started[-1].start()
             theirs.close()
         yield connections
-    except (EOFError, ConnectionError):                    # of send() and recv() in train_step
+    except (EOFError, ConnectionError):                    # send() or recv() in train_step failed
         raise UserError('a process of this run has died; --resume goes on from the last checkpoint')
     finally:
         for connection in connections:
@@ -470,7 +471,7 @@ def caught_signals():
     caught, before = [], {}
     if threading.current_thread() is threading.main_thread():               # others cannot do this
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:                  # as SIGHUP under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:     # ignored: SIGHUP under nohup
                 before[number] = signal.signal(number, lambda number, _: caught.append(number))
     try:
         yield caught
@@ -503,7 +504,7 @@ def train(run, examples, out):
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
             due = run.step in evaluations
-            if due or not math.isfinite(loss):             # for which evaluate_run() raises
+            if due or not math.isfinite(loss):             # evaluate_run() raises if it is not
                 evaluate_run(run, examples)
             if due or signals:
                 try:
@@ -556,7 +557,7 @@ def plot(run, words):
         i = run.vocabulary.index(character)
         right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
         dots[i] = 0
-    # Dots of size 0 too: the axes do not grow with texts.
+    # matplotlib sets the limits of axes by dots, also of size 0, but not by texts.
     right.scatter(*places.T, dots, '0.7', label='rarer characters')
     if dots.any():
         right.legend()
@@ -633,7 +634,7 @@ def parse(argv):
     add('--weight-decay', type=number(float, 0), metavar='F', help='as in AdamW (mlp 0, gpt 0.1)')
     add('--dropout', type=number(float, 0, 0.99), metavar='F', help='dropout rate (gpt 0)')
     add('--seed', type=number(int, 0), metavar='N', help='of all random numbers (1)')
-    add('--eval-every', type=number(int, 0), metavar='N', help='0: only at the end (13 times)')
+    add('--eval-every', type=number(int, 0), metavar='N', help='0: at the end only (13 times)')
     add('--backward', choices=['layers', 'steps'], help='steps: one operation at a time (layers)')
     add('--processes', type=number(int, 1, 64), metavar='N', help='to share a batch (gpt 2)')
     add('--from', metavar='FILE.npz', help='begin with the parameters of this checkpoint')
@@ -654,8 +655,8 @@ def start(given, other=None):
         sizes = {name: other.config[name] for name in MODEL_DEFAULTS[other.config['model']]}
     for name in given:
         flag = '--' + name.replace('_', '-')
-        if given[name] != sizes.get(name, given[name]):
-            raise UserError(f'--from has {flag} {sizes[name]}: leave it out')
+        if name in sizes and given[name] != sizes[name]:
+            raise UserError(f'--from has {flag} {sizes[name]}: leave out {flag}')
         if name not in DEFAULTS[kind]:
             raise UserError(f'{flag} means nothing to --model {kind}: leave it out')
     config = {**DEFAULTS[kind], **sizes, **given}
@@ -678,7 +679,8 @@ def start(given, other=None):
         raise UserError('--backward steps has tanh and batch norm: add --act tanh --batchnorm')
     if other:
         if unknown := set(vocabulary) - set(other.vocabulary):
-            raise UserError(f'--from does not know these characters: {"".join(sorted(unknown))!r}')
+            raise UserError('--from: leave out words with characters that the checkpoint does not '
+                            f'know: {"".join(sorted(unknown))!r}')
         vocabulary = other.vocabulary
     config['vocab_size'] = len(vocabulary)
     config['context'] = config['context'] or config['longest'] + 1

@@ -90,7 +90,8 @@ NEXT = """  python backward.py --only NAME
 there says what is right, WRONG or not written yet (--help has the names; without --only it is all).
   NUMBA_DISABLE_JIT=1 python backward.py --only NAME
 does it in plain Python, where a wrong index is an error with its line. Compiled code would read or
-write elsewhere in memory, or crash. The formulas are in the docstrings and in the derivative
+write elsewhere in memory, or crash. dW, db, dgain, dbias and dC are arrays to be filled, so write
+dW[:] = ..., as dW = ... fills nothing. The formulas are in the docstrings and in the derivative
 reference at the end of README.md."""
 
 
