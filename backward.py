@@ -146,9 +146,9 @@ def linear_backward(dy, x, W, dW, db=None):
 def batchnorm_backward(dy, gain, raw, var_inv, dgain, dbias):
     """dx (N,H); also fills dgain and dbias (H,). Source: A.4.
 
-    As in mlp_steps_backward, x reaches the loss in three ways, each of which gives a term:
-    directly, dy; through the mean, -sum(dy) / N = -dbias / N; through the variance,
-    -raw sum(dy raw) / (N - 1) = -raw dgain / (N - 1). All are times gain var_inv.
+    As in mlp_steps_backward, x reaches the loss in three ways, each of which gives a term, times
+    gain var_inv: directly, dy; through the mean, -sum(dy) / N; through the variance,
+    -raw sum(dy raw) / (N - 1). Here sum(dy) is dbias, and sum(dy raw) is dgain.
     """
     N, H = dy.shape
     dgain[:] = 0                                           # (H,)
@@ -381,9 +381,9 @@ def gradient(config, p, batch, g, masks=None):
 # ---- The gradient check. Source: A.8
 #
 # An array is moved a little back and forth in a direction; the difference of the two losses, over
-# twice the distance, is the slope in this direction. With 1 at one element and 0 at all others, it
-# is the gradient of this element. In float32 few digits of a difference are left, so that distance
-# and tolerance are larger.
+# twice the distance, is the slope in this direction. If the direction is 1 at one element and 0 at
+# all others, it is the gradient of this element. In float32 few digits of a difference are left, so
+# that distance and tolerance are larger.
 
 DISTANCE = dict(float64=3e-6, float32=5e-3)                # times the largest element
 TOLERANCE = dict(float64=1e-7, float32=2e-2)
@@ -392,8 +392,8 @@ TOLERANCE = dict(float64=1e-7, float32=2e-2)
 def slope_along(run, w, direction):
     """The slope of the loss in a direction of w, by differences.
 
-    run() gives the loss, and for whole models which inputs of activations are positive. If one
-    changes its sign, a ReLU has no derivative there, and the slope is NaN.
+    run() gives the loss and, for a whole model, where the inputs of its activations are positive.
+    If that differs between the two losses, a ReLU has no derivative there: the slope is NaN.
     """
     distance = DISTANCE[w.dtype.name] * abs(w).max()
     before = w.copy()
@@ -407,12 +407,13 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Print a row for each block {name: (w, dw)}; the first goes on in the line of a title.
+    """Check gradients, {name: (w, dw)}: print a row for each, the first after the title by prove().
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
-    Every element of w is moved, or else all of w in n random directions. run(name) is as run() in
-    slope_along, for the block with this name. The error is divided by the largest gradient, or by
-    0.01 max(1, loss) if that is more: where a gradient is 0, differences are rounding errors only.
+    Without n every element of w is moved by itself, with n all of w in n random directions.
+    run(name) gives what run() in slope_along gives, while the array of that name is moved. An error
+    is divided by the largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is
+    0, the differences are rounding errors only.
     """
     right = []
     for name, (w, dw) in blocks.items():
@@ -432,7 +433,7 @@ def compare(run, blocks, rng, n=None):
         error = errors.max() / max(abs(by_hand).max(), 0.01, 0.01 * abs(run(name)[0]))
         right.append(bool(error <= TOLERANCE[w.dtype.name] and not np.isnan(numeric).all()))
         print(f'{error:>9.1e}  {"ok" if right[-1] else "WRONG"}', flush=True)
-        if right.count(False) == 1 and not right[-1]:      # later ones may only follow from it
+        if right.count(False) == 1 and not right[-1]:      # details only of the first wrong one
             # Is one factor wrong everywhere? `ratio` is the one that fits best.
             worst, ratio = errors.argmax(), (by_hand @ numeric) / (numeric @ numeric)
             at = f'direction {worst}' if n else tuple(map(int, np.unravel_index(worst, w.shape)))
@@ -465,7 +466,7 @@ def prove_layer(title, dtype, rng):
         layer, blocks = partial(m.embedding, C, X), dict(C=(C, dC - before))
     elif title == 'linear':
         W, b, dW, db, dy = normal((5, 4), 4, (5, 4), 4, (3, 4))
-        linear_backward(dy, x, W, dW)                      # without b, as in the GPT
+        linear_backward(dy, x, W, dW)                      # it must run without b, as in the GPT
         dx = linear_backward(dy, x, W, dW, db)
         layer, blocks = partial(m.linear, x, W, b), dict(x=(x, dx), W=(W, dW), b=(b, db))
     elif title == 'batchnorm':
@@ -512,15 +513,15 @@ def small_random(config, dtype, rng):
 def prove_steps(config, batch, dtype, rng):
     """Prove the gradients of all values of mlp_steps, in the order of mlp_steps_backward.
 
-    For a difference, the lines of mlp_steps are executed one by one, and after the line of a value
-    the moved one takes its place. (A moved parameter is in p.)
+    For a difference, mlp_steps is executed line by line. After the line that computes the value in
+    question, the moved array takes the place of the result. (A moved parameter is in p.)
     """
     p = small_random(config, dtype, rng)
     _, values = m.mlp_steps(p, *batch)
     gradients = mlp_steps_backward(p, *batch, values)
     tree = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
     lines = [(ast.unparse(line.targets[0]), compile(ast.Module([line], []), 'mlp_steps', 'exec'))
-             for line in tree.body[1:-1]]                  # without the docstring and the return
+             for line in tree.body[1:-1]]       # (its name, its code); no docstring, no return
 
     def run(name):
         scope = dict(p=p, X=batch.X, Y=batch.Y, np=np, MLP_PARAMETERS=MLP_PARAMETERS)

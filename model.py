@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
-    os.environ.setdefault(library, '1')     # one core for a product; train.py starts processes
+    os.environ.setdefault(library, '1')     # one thread for a product; train.py has processes
 
 import numba
 import numpy as np
@@ -24,10 +24,10 @@ import numpy as np
 #   H  hidden units of the MLP; the GPT has 4*E in each layer       64
 #   L  layers of the GPT                                                             4
 #   A  attention heads, each of width E/A                                            4
-#   N  rows of a batch: the GPT has one for each distinct           32             330 or so
-#      beginning of a word (a node of the prefix tree, see below)
-#   B  predictions of a batch: N in the MLP, more in the GPT, in    32             460 or so
-#      which several words can use the row of a beginning
+#   N  rows of a batch: a prediction in the MLP; in the GPT, a      32             330 or so
+#      distinct beginning of its words ("al" and "amy": "", a, al, am, amy)
+#   B  predictions of a batch: N in the MLP, more in the GPT, as    32             460 or so
+#      after one beginning, "a", come several characters, l and m
 #   S  attention scores of a head: pairs of a row and one it looks at             1700 or so
 
 # A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus two
@@ -76,7 +76,7 @@ def mlp_examples(words, vocabulary, T):
     """
     rows = []
     for ids in encode(words, vocabulary):
-        ids = [0] * (T - 1) + ids
+        ids = [0] * (T - 1) + ids       # with the boundary token already there, T zeros
         for i in range(len(ids) - T):
             rows += ids[i:i + T + 1]
     return np.array(rows).reshape(-1, T + 1)
@@ -183,8 +183,8 @@ def batchnorm(x, gain, bias):
     return y, raw, var_inv
 
 
-# The activations are elementwise functions of x (N,H). Each returns y, and as `gate` the sigmoid by
-# which SiLU and GELU multiply x; the others return None.
+# The activations are elementwise functions of x (N,H). Each returns y and gate: SiLU and GELU are
+# y = x gate, where gate is a sigmoid; for the others gate is None.
 
 GELU_C, GELU_A = sqrt(2 / np.pi), 0.044715
 
@@ -306,20 +306,19 @@ class PrefixTree(NamedTuple):
 def grow_tree(ids, lengths):
     """The fields of a PrefixTree, from the ids of words end to end, and how many each word has.
 
-    A word shares the nodes of the word before it for as long as their ids are the same. (That ends
-    with the shorter word at the latest: its boundary token differs from a character.)
+    A word shares the nodes of the word before it up to the first id that differs. (If one of the
+    two is the beginning of the other, that is the shorter one's boundary token.)
     """
     X = np.empty(len(ids), np.int64)                       # long enough, and cut at the end
     position, Y, predicted_from = np.empty_like(X), np.empty_like(X), np.empty_like(X)
     ancestors = np.empty((lengths * lengths).sum(), np.int64)
-    # node[k] is the node of the first k characters of a word. What it shares with the word before
-    # is still in there.
+    # node[k] is the node of the first k characters of the current word; ids[start + k] is its last
+    # id. Entries that are shared with the word before are left as they are.
     node = np.empty(lengths.max(), np.int64)
     N, S, B, start, start_before = 0, 0, 0, 0, 0
     for length in lengths:
         shared = start > 0                                 # the first word shares nothing
         for k in range(length - 1):
-            # If all ids up to this one are those of the word before, node[k] is still right.
             shared = shared and ids[start + k] == ids[start_before + k]
             if not shared:              # a new node, with number N, and its ancestors
                 X[N], position[N] = ids[start + k], k
@@ -477,8 +476,8 @@ def make_parameters(config, rng, dtype=np.float32):
     """
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
-    # x begins with C[id], so in the GPT the logit of the character just read is the largest, about
-    # E std_C^2. That character is rarely the next one: the loss would begin far above ln V.
+    # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1: so the logit of the
+    # character just read is about E std_C / sqrt(2), but it is rarely the next. 6.4 / E bounds it.
     std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
@@ -542,10 +541,11 @@ def choose(logits, u, temperature, top_k, top_p):
 
 
 def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
-    """Those of n words that end within max_len characters, in NFC (é is one); none is empty.
+    """Up to n words: those that end within max_len characters. None is empty.
 
     They grow together, by a character at a time. max_len is by default the prefix and as many
-    characters as the longest word has. For temperature, top_k and top_p see choose().
+    characters as the longest word has. For temperature, top_k and top_p see choose(). They are in
+    Unicode's NFC, in which é is one character.
     """
     longest = max_len if max_len else len(prefix) + model.config['longest']
     if model.config['model'] == 'gpt':
@@ -556,8 +556,8 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     for k in range(len(prefix), longest + 1):
         batch = batch_of(model, [words[i] for i in growing])
         _, acts = predict(model, batch)
-        # batch_of predicts all characters of a word and then its end, Y = 0: only this last
-        # prediction, one for each word, is of what comes next.
+        # The batch has a prediction for every character so far, and one with Y = 0 after the last
+        # of each word: its logits are those of the next character.
         logits = acts['logits'][batch.Y == 0]              # (growing, V)
         if k == 0:
             logits[:, 0] = -np.inf                         # no word is empty

@@ -117,7 +117,7 @@ def print_names(model, args, known):
             tries = 0
             found += 1
             copies += bool(in_data)
-            if args.json:
+            if args.json:               # NFC may have made a character that the model does not know
                 logprob = None if problem(model, name) else m.score(model, name)
                 print(json.dumps(dict(name=name, logprob=logprob, in_data=in_data),
                                  ensure_ascii=False))
@@ -137,7 +137,7 @@ def plot(model, word):
     _, acts = m.predict(model, batch)
     probs, layers, A = acts['probs'], acts.get('layers', []), model.config.get('heads', 1)
     text, n, L = ('\0' + word).translate(SIGNS), len(probs), len(layers)
-    rows = np.union1d(np.argsort(-probs.max(0))[:40], batch.Y)                  # (rows,)
+    rows = np.union1d(np.argsort(-probs.max(0))[:40], batch.Y)      # (rows,)  the likeliest and Y
     width = max(9, 0.6*n, 2 + 0.15*n*A)                    # in inches
     side = min((width - 1) / A, max(3, 0.2*n))             # of an attention map
     heights = [1.5 + 0.15*len(rows)] + ([0.8 + L*side] if L else [])
@@ -145,7 +145,7 @@ def plot(model, word):
     top, *bottom = np.atleast_1d(figure.subfigures(len(heights), height_ratios=heights))
     axes = top.subplots()
     image = axes.imshow(probs.T[rows], cmap='Blues', vmin=0, aspect='auto')
-    axes.plot(np.searchsorted(rows, batch.Y), 'o', color='tab:red', fillstyle='none')
+    axes.plot(range(n), np.searchsorted(rows, batch.Y), 'o', color='tab:red', fillstyle='none')
     axes.set_xticks(range(n), [f'{text[max(0, i - 2):i + 1]}\n{probs[i, batch.Y[i]]:.0%}'
                                for i in range(n)], parse_math=False)            # $ is a $
     axes.set_yticks(range(len(rows)), [model.vocabulary[i].translate(SIGNS) for i in rows])

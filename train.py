@@ -129,7 +129,7 @@ def read_lines(path):
         text = raw.decode('utf-8')
     except UnicodeDecodeError as error:
         byte, encoding = raw[error.start], 'its encoding, e.g. WINDOWS-1251 if it is Russian'
-        if 0x80 <= byte < 0xa0:         # only control characters in ISO-8859, so likely Windows
+        if 0x80 <= byte < 0xa0:         # quotes and dashes there, and unused in ISO-8859
             encoding = 'WINDOWS-1252, probably'
         if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
             encoding = 'UTF-16'
@@ -180,9 +180,9 @@ def read_words(path, limit):
 def counting_loss(train_words, words, size, order=2):
     """The mean loss on `words` of an n-gram model, n = order, counted on train_words.
 
-    P(x after history) = (count(history, x) + kinds(history) P(x after a shorter history)) /
-    (count(history) + kinds(history)), where kinds counts the different characters that followed
-    (Witten-Bell smoothing); with no history left, P = 1 / size, the number of characters.
+    P(x | h) = (count(h, x) + kinds(h) P(x | h without its first character)) / (count(h) + kinds(h))
+    where kinds(h) is how many different characters followed h (Witten-Bell smoothing). The empty h
+    falls back on 1 / size, where size is the number of characters.
     """
     counts = defaultdict(Counter)       # of what follows, by history
     begin = '\0' * (order - 1)
@@ -210,8 +210,8 @@ FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
 def batches(config, examples, step, shards=1, k=0):
-    """The batches from a step on; those of the GPT are split into shards, a part for each process,
-    of which this yields the k-th.
+    """The batches from a step on. A batch of the GPT is split into shards, one for each process,
+    and only shard k is yielded.
 
     Their order depends on the seed and the epoch alone, so that a resumed run gets the same ones.
     """
@@ -275,8 +275,8 @@ def work(connection, others, config, examples, step, memory, processes, k):
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # A forked process has copies of the pipe ends of process 0. If they stayed open, recv() would
-    # wait for ever after process 0 has died.
+    # `others` are process 0's ends of the pipes, which a fork copies. While a copy is open, recv()
+    # does not notice that process 0 has died, and waits for ever.
     for other in others:
         other.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
@@ -314,8 +314,8 @@ def start_processes(config, examples, step, memory, processes):
 def train_step(run, shard, flat, flat_g, g, connections):
     """Take a step on a batch, of which `shard` is the first shard; returns its mean loss.
 
-    flat (size,) are the parameters, flat_g (processes,size) the gradients of all shards; g has the
-    arrays in flat_g[0] by name.
+    flat (size,) has all parameters, flat_g (processes,size) a gradient for each process. g is row 0
+    of flat_g, that of this process, as arrays by name.
     """
     config, dw = run.config, flat_g[0]
     lr = learning_rate(config, run.step)
@@ -471,7 +471,7 @@ def caught_signals():
     caught, before = [], {}
     if threading.current_thread() is threading.main_thread():               # others cannot do this
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:     # ignored: SIGHUP under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:     # nohup ignores SIGHUP
                 before[number] = signal.signal(number, lambda number, _: caught.append(number))
     try:
         yield caught
@@ -504,7 +504,7 @@ def train(run, examples, out):
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
             due = run.step in evaluations
-            if due or not math.isfinite(loss):             # evaluate_run() raises if it is not
+            if due or not math.isfinite(loss):             # evaluate_run() then raises
                 evaluate_run(run, examples)
             if due or signals:
                 try:
@@ -541,7 +541,7 @@ SIGNS = {0: '↵', ord(' '): '␣'}         # how pictures show the boundary tok
 
 
 def plot(run, words):
-    """A Figure of the losses, and of the embedding as a map of the characters."""
+    """A Figure of the losses, and of the embedding as a map: its two first principal components."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.5), layout='constrained')
@@ -550,7 +550,7 @@ def plot(run, words):
     left.plot(history[:, 0], history[:, 1:], '.-', label=['train', 'dev'])
     left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
     left.legend()
-    C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  at least two directions
+    C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  as E may be 1
     rotated, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
     places, dots = rotated[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
     for character in sorted(run.vocabulary, key='\0'.join(words).count, reverse=True)[:100]:

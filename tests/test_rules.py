@@ -840,7 +840,7 @@ def test_a_long_line_is_caught():
 def test_the_four_files_do_not_grow():
     """Whoever raises a number says in the commit what it bought."""
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 2269
+    assert sum(lines.values()) <= 2270
     assert lines['model'] <= 620
 
 
