@@ -14,7 +14,7 @@ condition, call and statement is taken. Left out is only what Python itself refu
 definition of a local name is not deleted and not turned into +=. Some mutants are programs as right
 as the original. They are tried and count like all others.
 
-A mutant is killed if a test fails or crashes, or takes ten times the processor time that it should.
+A mutant is killed if a test fails or crashes, or takes far longer than it should.
 The tests run in a copy of the project: once as it is, which compiles the kernels, and then for each
 mutant in a fork of this process. There the mutated function is defined anew, and so is everything
 in its file that uses it; of these functions the kernels are plain Python, so that nothing is
