@@ -146,9 +146,9 @@ def linear_backward(dy, x, W, dW, db=None):
 def batchnorm_backward(dy, gain, raw, var_inv, dgain, dbias):
     """dx (N,H); also fills dgain and dbias (H,). Source: A.4.
 
-    As in mlp_steps_backward, x reaches the loss in three ways, each of which gives a term, times
-    gain var_inv: directly, dy; through the mean, -sum(dy) / N; through the variance,
-    -raw sum(dy raw) / (N - 1). Here sum(dy) is dbias, and sum(dy raw) is dgain.
+    x reaches the loss in three ways: directly (dy), through the mean (-sum(dy) / N) and through the
+    variance (-raw sum(dy raw) / (N - 1)). dx is the sum of the three, times gain var_inv. Here
+    sum(dy) is dbias, and sum(dy raw) is dgain.
     """
     N, H = dy.shape
     dgain[:] = 0                                           # (H,)
@@ -392,8 +392,8 @@ TOLERANCE = dict(float64=1e-7, float32=2e-2)
 def slope_along(run, w, direction):
     """The slope of the loss in a direction of w, by differences.
 
-    run() gives the loss and, for a whole model, where the inputs of its activations are positive.
-    If that differs between the two losses, a ReLU has no derivative there: the slope is NaN.
+    run() gives the loss and, for a whole model, hpreact > 0. If that differs between the two
+    losses, an input has crossed 0, where a ReLU has no derivative: the slope is NaN.
     """
     distance = DISTANCE[w.dtype.name] * abs(w).max()
     before = w.copy()
@@ -407,11 +407,11 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Check gradients, {name: (w, dw)}: print a row for each, the first after the title by prove().
+    """Check gradients, {name: (w, dw)}: print a row for each; prove() has begun the first one.
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
     Without n every element of w is moved by itself, with n all of w in n random directions.
-    run(name) gives what run() in slope_along gives, while the array of that name is moved. An error
+    run(name) gives the same two values as run() above; name is the array being moved. An error
     is divided by the largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is
     0, the differences are rounding errors only.
     """
@@ -419,7 +419,7 @@ def compare(run, blocks, rng, n=None):
     for name, (w, dw) in blocks.items():
         indent = ' ' * 15 if right else ''
         print(f'{indent}{"d" + name:<16} {str(w.shape):<12} ', end='')
-        # In a copy by tests/exercise.py, a line that is left out is dX = ..., with three dots.
+        # tests/exercise.py replaces a line to be written by dX = ... (Python's Ellipsis object).
         if dw is ... or np.shape(dw) != w.shape:
             print('not written yet' if dw is ... else f'WRONG: its shape is {np.shape(dw)}')
             right.append(None if dw is ... else False)
@@ -513,15 +513,15 @@ def small_random(config, dtype, rng):
 def prove_steps(config, batch, dtype, rng):
     """Prove the gradients of all values of mlp_steps, in the order of mlp_steps_backward.
 
-    For a difference, mlp_steps is executed line by line. After the line that computes the value in
-    question, the moved array takes the place of the result. (A moved parameter is in p.)
+    mlp_steps is executed line by line; right after the line that computes the value in question,
+    its result is replaced by the moved array. (A moved parameter is in p.)
     """
     p = small_random(config, dtype, rng)
     _, values = m.mlp_steps(p, *batch)
     gradients = mlp_steps_backward(p, *batch, values)
     tree = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
     lines = [(ast.unparse(line.targets[0]), compile(ast.Module([line], []), 'mlp_steps', 'exec'))
-             for line in tree.body[1:-1]]       # (its name, its code); no docstring, no return
+             for line in tree.body[1:-1]]       # (name assigned, code); no docstring, no return
 
     def run(name):
         scope = dict(p=p, X=batch.X, Y=batch.Y, np=np, MLP_PARAMETERS=MLP_PARAMETERS)
@@ -607,7 +607,7 @@ def plot(path):
             largest, rows = abs(array).max(), np.atleast_2d(array)
             image = rows.reshape(len(rows), -1) / (largest or 1)
             axes.imshow(image.round(1), 'coolwarm', vmin=-1, vmax=1, aspect='auto',
-                        interpolation='nearest')           # 21 values: the file stays small
+                        interpolation='nearest')           # rounded: a smaller file
             axes.set_title(f'{label}\n{array.shape} ±{largest:.2g}', size=8)
             axes.set_axis_off()
     left, right = bottom.subplots(1, 2)

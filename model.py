@@ -24,10 +24,10 @@ import numpy as np
 #   H  hidden units of the MLP; the GPT has 4*E in each layer       64
 #   L  layers of the GPT                                                             4
 #   A  attention heads, each of width E/A                                            4
-#   N  rows of a batch: a prediction in the MLP; in the GPT, a      32             330 or so
-#      distinct beginning of its words ("al" and "amy": "", a, al, am, amy)
-#   B  predictions of a batch: N in the MLP, more in the GPT, as    32             460 or so
-#      after one beginning, "a", come several characters, l and m
+#   N  rows of a batch. MLP: predictions. GPT: the distinct         32             330 or so
+#      beginnings of its words ("al", "amy" have five: "", a, al, am, amy)
+#   B  predictions of a batch. MLP: N. GPT: more than N, as         32             460 or so
+#      several characters (l, m) may come after one beginning ("a")
 #   S  attention scores of a head: pairs of a row and one it looks at             1700 or so
 
 # A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus two
@@ -78,7 +78,7 @@ def mlp_examples(words, vocabulary, T):
     for ids in encode(words, vocabulary):
         ids = [0] * (T - 1) + ids       # with the boundary token already there, T zeros
         for i in range(len(ids) - T):
-            rows += ids[i:i + T + 1]
+            rows += ids[i:i + T + 1]    # one flat list, cut into rows below
     return np.array(rows).reshape(-1, T + 1)
 
 
@@ -306,14 +306,14 @@ class PrefixTree(NamedTuple):
 def grow_tree(ids, lengths):
     """The fields of a PrefixTree, from the ids of words end to end, and how many each word has.
 
-    A word shares the nodes of the word before it up to the first id that differs. (If one of the
-    two is the beginning of the other, that is the shorter one's boundary token.)
+    A word shares the nodes of the word before it up to the first id that differs. (If one word
+    begins with the other, that is the boundary token which ends the shorter one.)
     """
     X = np.empty(len(ids), np.int64)                       # long enough, and cut at the end
     position, Y, predicted_from = np.empty_like(X), np.empty_like(X), np.empty_like(X)
-    ancestors = np.empty((lengths * lengths).sum(), np.int64)
-    # node[k] is the node of the first k characters of the current word; ids[start + k] is its last
-    # id. Entries that are shared with the word before are left as they are.
+    ancestors = np.empty((lengths * lengths).sum(), np.int64)                   # more than enough
+    # node[k] is the node of the first k characters of the current word. The last of them is
+    # ids[start + k], as ids[start] is the boundary token. Entries shared with the word before stay.
     node = np.empty(lengths.max(), np.int64)
     N, S, B, start, start_before = 0, 0, 0, 0, 0
     for length in lengths:
@@ -477,7 +477,7 @@ def make_parameters(config, rng, dtype=np.float32):
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
     # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1: so the logit of the
-    # character just read is about E std_C / sqrt(2), but it is rarely the next. 6.4 / E bounds it.
+    # character just read is about E std_C / sqrt(2). It is rarely the next: so std_C <= 6.4 / E.
     std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
@@ -531,7 +531,7 @@ def choose(logits, u, temperature, top_k, top_p):
     if top_k:
         weights[:, top_k:] = 0
     if top_p:
-        # A character is left out if the likelier ones have the share top_p already.
+        # A character is left out if the probabilities of the likelier ones sum to top_p already.
         before = weights.cumsum(1) - weights               # (n, V)
         weights[before >= top_p * weights.sum(1, keepdims=True)] = 0
     cumulative = weights.cumsum(1)                                              # (n, V)
@@ -544,8 +544,8 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     """Up to n words: those that end within max_len characters. None is empty.
 
     They grow together, by a character at a time. max_len is by default the prefix and as many
-    characters as the longest word has. For temperature, top_k and top_p see choose(). They are in
-    Unicode's NFC, in which é is one character.
+    characters as the longest word has. The words are in Unicode's NFC, in which é is one character.
+    For temperature, top_k and top_p see choose().
     """
     longest = max_len if max_len else len(prefix) + model.config['longest']
     if model.config['model'] == 'gpt':

@@ -117,7 +117,7 @@ def print_names(model, args, known):
             tries = 0
             found += 1
             copies += bool(in_data)
-            if args.json:               # NFC may have made a character that the model does not know
+            if args.json:               # NFC may have merged two characters into an unknown one
                 logprob = None if problem(model, name) else m.score(model, name)
                 print(json.dumps(dict(name=name, logprob=logprob, in_data=in_data),
                                  ensure_ascii=False))
@@ -177,7 +177,7 @@ def main(argv=None):
         args.checkpoint = words.pop()   # as in --score emma out/gpt.npz
     elif not args.checkpoint:
         args.checkpoint = str(newest())
-        given = [args.checkpoint, *given]
+        given = [args.checkpoint, *given]                  # for the command that is printed below
     run = load(args.checkpoint)
     model, known = run.best, read_data(run.config, args.data)
     best = f'dev loss {min(dev for _, _, dev in run.history):.4f}' if run.history else 'not trained'

@@ -129,7 +129,7 @@ def read_lines(path):
         text = raw.decode('utf-8')
     except UnicodeDecodeError as error:
         byte, encoding = raw[error.start], 'its encoding, e.g. WINDOWS-1251 if it is Russian'
-        if 0x80 <= byte < 0xa0:         # quotes and dashes there, and unused in ISO-8859
+        if 0x80 <= byte < 0xa0:         # in WINDOWS-1252 quotes and dashes, in ISO-8859 unused
             encoding = 'WINDOWS-1252, probably'
         if raw[:2] in (b'\xff\xfe', b'\xfe\xff'):
             encoding = 'UTF-16'
@@ -180,9 +180,9 @@ def read_words(path, limit):
 def counting_loss(train_words, words, size, order=2):
     """The mean loss on `words` of an n-gram model, n = order, counted on train_words.
 
-    P(x | h) = (count(h, x) + kinds(h) P(x | h without its first character)) / (count(h) + kinds(h))
-    where kinds(h) is how many different characters followed h (Witten-Bell smoothing). The empty h
-    falls back on 1 / size, where size is the number of characters.
+    P(x | h) = (count(h, x) + kinds(h) P(x | h[1:])) / (count(h) + kinds(h))
+    where h is the characters before x, and kinds(h) how many different ones followed h (Witten-Bell
+    smoothing). The empty h falls back on 1 / size, where size is the number of characters.
     """
     counts = defaultdict(Counter)       # of what follows, by history
     begin = '\0' * (order - 1)
@@ -205,7 +205,7 @@ def counting_loss(train_words, words, size, order=2):
 
 
 # Random generators have tuples as seeds: (FIRST_VALUES, seed), (ORDER, seed, epoch),
-# (DROPOUT, seed, step, shard) and (INVENT, seed, step), where seed is --seed.
+# (DROPOUT, seed, step, k) and (INVENT, seed, step): seed is --seed, k the number of the process.
 FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
@@ -237,7 +237,7 @@ def batches(config, examples, step, shards=1, k=0):
 @dataclass
 class Run:
     """A training run: what a checkpoint keeps."""
-    config: dict            # sizes and choices: the user's, over DEFAULTS
+    config: dict            # sizes and choices: the defaults, replaced by what the user chose
     vocabulary: str
     p: dict                 # the parameters by name
     moments: np.ndarray     # (0 to 2, size)  what the optimizer remembers
@@ -275,8 +275,8 @@ def work(connection, others, config, examples, step, memory, processes, k):
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # `others` are process 0's ends of the pipes, which a fork copies. While a copy is open, recv()
-    # does not notice that process 0 has died, and waits for ever.
+    # A fork copies `others`, process 0's ends of the pipes. They are closed here: with a copy open,
+    # recv() would not notice that process 0 has died, and would wait for ever.
     for other in others:
         other.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
@@ -504,7 +504,7 @@ def train(run, examples, out):
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
             due = run.step in evaluations
-            if due or not math.isfinite(loss):             # evaluate_run() then raises
+            if due or not math.isfinite(loss):             # not finite: UserError
                 evaluate_run(run, examples)
             if due or signals:
                 try:
@@ -551,8 +551,8 @@ def plot(run, words):
     left.set(xlabel='step', ylabel='loss (nats a character)', title='Loss')
     left.legend()
     C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  as E may be 1
-    rotated, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
-    places, dots = rotated[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
+    U, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
+    places, dots = U[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
     for character in sorted(run.vocabulary, key='\0'.join(words).count, reverse=True)[:100]:
         i = run.vocabulary.index(character)
         right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
@@ -706,7 +706,7 @@ def resume(given, out):
     if config['steps'] < run.step:
         raise UserError(f"--steps {config['steps']}: {out} is at step {run.step} already")
     data = config['data'] or m.NAMES
-    words, sha256 = read_words(data, config['longest'])    # the same words as then
+    words, sha256 = read_words(data, config['longest'])    # no longer word was kept
     if sha256 != config['sha256']:
         raise UserError(f'{data} has changed since {out} was begun: start a new run')
     log(f'going on from step {run.step} of {out}')
