@@ -544,7 +544,7 @@ def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_le
     """Up to n words: those that end within max_len characters. None is empty.
 
     They grow together, by a character at a time. max_len is by default the prefix and as many
-    characters as the longest word has. The words are in Unicode's NFC, in which é is one character.
+    characters as the longest word has. The words are in Unicode's NFC, where é is one character.
     For temperature, top_k and top_p see choose().
     """
     longest = max_len if max_len else len(prefix) + model.config['longest']

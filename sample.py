@@ -179,7 +179,7 @@ def main(argv=None):
         args.checkpoint = str(newest())
         given = [args.checkpoint, *given]                  # for the command that is printed below
     run = load(args.checkpoint)
-    model, known = run.best, read_data(run.config, args.data)
+    model = run.best
     best = f'dev loss {min(dev for _, _, dev in run.history):.4f}' if run.history else 'not trained'
     log(f"{args.checkpoint}: {run.config['model']}, step {run.best_step()}, {best}")
     if words == ['-']:
@@ -196,6 +196,7 @@ def main(argv=None):
         raise UserError(f'--prefix {args.prefix!r}: {why}')
     if args.max_len and args.max_len < len(args.prefix):
         raise UserError(f'--max-len {args.max_len} is shorter than --prefix {args.prefix!r}')
+    known = read_data(run.config, args.data)
     if args.data and known is None:
         raise UserError(f'--data {args.data} is not the file that the model learnt from')
     if args.new and known is None:

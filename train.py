@@ -650,7 +650,7 @@ def start(given, other=None):
 
     With `other`, a Model, it begins with its sizes, vocabulary and parameters.
     """
-    kind, sizes = given.get('model', 'mlp'), {}
+    kind, sizes, statistics = given.get('model', 'mlp'), {}, {}
     if other:
         sizes = {name: other.config[name] for name in MODEL_DEFAULTS[other.config['model']]}
     for name in given:
@@ -681,14 +681,13 @@ def start(given, other=None):
         if unknown := set(vocabulary) - set(other.vocabulary):
             raise UserError('--from: leave out words with characters that the checkpoint does not '
                             f'know: {"".join(sorted(unknown))!r}')
-        vocabulary = other.vocabulary
+        vocabulary, statistics = other.vocabulary, other.statistics
+        p = {name: w.copy() for name, w in other.p.items()}
     config['vocab_size'] = len(vocabulary)
     config['context'] = config['context'] or config['longest'] + 1
-    p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
-    if other:
-        p = {name: w.copy() for name, w in other.p.items()}
+    if not other:
+        p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
     moments = np.zeros((MOMENTS[config['optimizer']], sum(w.size for w in p.values())), np.float32)
-    statistics = other.statistics if other else {}
     best = m.Model(config, vocabulary, p, statistics)      # until the first evaluation
     return Run(config, vocabulary, p, moments, best), words
 
