@@ -305,9 +305,8 @@ def start_processes(config, examples, step, memory, processes):
     except (EOFError, ConnectionError):                    # send() or recv() in train_step failed
         raise UserError('a process of this run has died; --resume goes on from the last checkpoint')
     finally:
-        for connection in connections:
-            connection.close()          # its process ends
         for process in started:
+            process.kill()              # nothing that it still computes is needed
             process.join()
 
 
