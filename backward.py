@@ -100,18 +100,18 @@ def mlp_steps_backward(p, X, Y, values):
 
 
 # ---- Layers of the MLP
-#
 # dy is the gradient of a layer's output. A backward function returns the gradient of the layer's
 # input, and writes those of its parameters into the arrays that it is given (dW, db, ...). It gives
-# the vector-Jacobian product: no Jacobian is ever built.
+# the product of dy and the Jacobian (the derivative of every output by every input), which is never
+# built: for tanh it would have (N*H)^2 numbers, and only N*H of them not 0.
 
 @kernel
 def add_at(dC, ids, drows):
     """dC[ids[i]] += drows[i], one i at a time: np.add.at(dC, ids, drows), only faster."""
     for i in range(len(ids)):
-        drow = dC[ids[i]]
-        for e in range(len(drow)):
-            drow[e] += drows[i, e]
+        row = dC[ids[i]]
+        for e in range(len(row)):
+            row[e] += drows[i, e]
 
 
 def embedding_backward(demb, X, dC):
@@ -166,8 +166,8 @@ def batchnorm_backward(dy, gain, raw, var_inv, dgain, dbias):
     return dx
 
 
-# The backward functions of all activations have the same arguments. (Those of tanh and GELU are
-# kernels, as both models use them by default.)
+# The backward functions of all activations have the same arguments. (Those of tanh and GELU,
+# the defaults of the two models, are kernels.)
 
 @kernel
 def tanh_backward(dy, x, y, gate):
@@ -385,7 +385,6 @@ def gradient(config, p, batch, g, masks=None):
 
 
 # ---- The gradient check. Source: A.8
-#
 # An array is moved a little back and forth in a direction; the difference of the two losses, over
 # twice the distance, is the slope in this direction. If the direction is 1 at one element and 0 at
 # all others, it is the gradient of this element. In float32 few digits of a difference are left, so
@@ -413,7 +412,7 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Check gradients, {name: (w, dw)}: print a row for each; prove() has begun the first one.
+    """Check gradients, {name: (w, dw)}: print a row for each. (The first has its title already.)
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
     Without n every element of w is moved by itself, with n all of w in n random directions.
@@ -440,7 +439,7 @@ def compare(run, blocks, rng, n=None):
         right.append(bool(error <= TOLERANCE[w.dtype.name] and not np.isnan(numeric).all()))
         print(f'{error:>9.1e}  {"ok" if right[-1] else "WRONG"}', flush=True)
         if right.count(False) == 1 and not right[-1]:      # details only of the first wrong one
-            # Is one factor wrong everywhere? `ratio` is the one that fits best.
+            # Is one factor wrong everywhere? `ratio` fits best (least squares).
             worst, ratio = errors.argmax(), (by_hand @ numeric) / (numeric @ numeric)
             at = f'direction {worst}' if n else tuple(map(int, np.unravel_index(worst, w.shape)))
             everywhere = np.allclose(by_hand, ratio * numeric, rtol=1e-3, atol=1e-6)
@@ -526,8 +525,10 @@ def prove_steps(config, batch, dtype, rng):
     _, values = m.mlp_steps(p, *batch)
     gradients = mlp_steps_backward(p, *batch, values)
     tree = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
-    lines = [(ast.unparse(line.targets[0]), compile(ast.Module([line], []), 'mlp_steps', 'exec'))
-             for line in tree.body[1:-1]]       # (name assigned, code); no docstring, no return
+    lines = []                                             # (name assigned, code)
+    for line in tree.body[1:-1]:                           # no docstring, no return
+        code = compile(ast.Module([line], []), 'mlp_steps', 'exec')
+        lines.append((ast.unparse(line.targets[0]), code))
 
     def run(name):
         scope = dict(p=p, X=batch.X, Y=batch.Y, np=np, MLP_PARAMETERS=MLP_PARAMETERS)
@@ -545,14 +546,15 @@ def prove_model(config, batch, dtype, rng, n=None):
     masks = None
     if config.get('dropout'):
         shape = 2*config['layers'], len(batch.X), config['embd']
-        masks = 2 * rng.integers(0, 2, shape).astype(dtype)     # 1 / (1 - rate) = 2 at 0.5
+        masks = 2 * rng.integers(0, 2, shape).astype(dtype)     # of rate 0.5; any would do
     p, g = small_random(config, dtype, rng), small_random(config, dtype, rng)
     unused = small_random(config, dtype, rng)
     gradient(config, p, batch, g, masks)
 
     def run(name):                      # only the loss is needed of what gradient() computes
         loss, acts = gradient(config, p, batch, unused, masks)
-        return loss, [layer['hpreact'] > 0 for layer in acts.get('layers', [acts])]
+        layers = acts.get('layers', [acts])                # the MLP is like one layer
+        return loss, [layer['hpreact'] > 0 for layer in layers]     # see slope_along
 
     blocks = {name: (w, g[name]) for name, w in p.items()}
     if 'Wqkv' in blocks:                # views of it for queries, keys and values apart

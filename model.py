@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
-    os.environ.setdefault(library, '1')     # one thread for a product; train.py has processes
+    os.environ.setdefault(library, '1')     # a matrix product takes one core
 
 import numba
 import numpy as np
@@ -57,7 +57,7 @@ def make_vocabulary(words):
 
 
 def encode(words, vocabulary):
-    """The ids of each word, between two boundary tokens; raises KeyError for an unknown one."""
+    """The ids of each word between two boundary tokens; KeyError for an unknown character."""
     stoi = {character: i for i, character in enumerate(vocabulary) if i}       # no word has id 0
     return [[0, *(stoi[character] for character in word), 0] for word in words]
 
@@ -272,8 +272,8 @@ def mlp(config, p, batch, statistics=None):
     elif statistics:
         scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)                # (H,)
         hpreact = scale * (hprebn - statistics['bnmean']) + p['bnbias']          # (N, H)
-    else:                                                  # (N, H) (N, H) (H,)
-        hpreact, bnraw, bnvar_inv = batchnorm(hprebn, p['bngain'], p['bnbias'])
+    else:
+        hpreact, bnraw, bnvar_inv = batchnorm(hprebn, p['bngain'], p['bnbias']) # (N, H) (N, H) (H,)
     h, gate = ACTIVATIONS[config['act']](hpreact)          # (N, H) (N, H)
     logits = linear(h, p['W2'], p['b2'])                   # (N, V)
     loss, probs = cross_entropy(logits, batch.Y)           # () (N, V)
@@ -307,7 +307,7 @@ def grow_tree(ids, lengths):
     """The fields of a PrefixTree, from the ids of words end to end, and how many each word has.
 
     A word shares the nodes of the word before it up to the first id that differs. (If one word
-    begins with the other, that is the boundary token which ends the shorter one.)
+    begins with the other, that id is the boundary token at the end of the shorter one.)
     """
     X = np.empty(len(ids), np.int64)                       # long enough, and cut at the end
     position, Y, predicted_from = np.empty_like(X), np.empty_like(X), np.empty_like(X)
@@ -319,7 +319,7 @@ def grow_tree(ids, lengths):
     for length in lengths:
         shared = start > 0                                 # the first word shares nothing
         for k in range(length - 1):
-            shared = shared and ids[start + k] == ids[start_before + k]
+            shared = shared and ids[start + k] == ids[start_before + k]     # once False, it stays
             if not shared:              # a new node, with number N, and its ancestors
                 X[N], position[N] = ids[start + k], k
                 node[k] = N
@@ -477,14 +477,13 @@ def make_parameters(config, rng, dtype=np.float32):
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
     # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1: so the logit of the
-    # character just read is about E std_C / sqrt(2). It is rarely the next: so std_C <= 6.4 / E.
+    # character just read, rarely the next one, is about E std_C / sqrt(2): no more than at E = 64.
     std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
     for name, w in p.items():
-        std = factors.get(name, 0) / (sqrt(w.shape[-2]) if name[0] == 'W' else 1)
-        if config['init'] == 'naive':
-            std = 1
+        inputs = w.shape[-2] if name[0] == 'W' else 1
+        std = 1 if config['init'] == 'naive' else factors.get(name, 0) / sqrt(inputs)
         w[:] = 1 if name in ('gain', 'bngain') else std * rng.standard_normal(w.shape)
     return p
 
@@ -541,7 +540,7 @@ def choose(logits, u, temperature, top_k, top_p):
 
 
 def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
-    """Up to n words: those that end within max_len characters. None is empty.
+    """Up to n words: those that end within max_len characters. No word is empty.
 
     They grow together, by a character at a time. max_len is by default the prefix and as many
     characters as the longest word has. The words are in Unicode's NFC, where é is one character.

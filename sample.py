@@ -84,17 +84,14 @@ def print_scores(model, words, as_json):
         if why:
             status = 1
             scores = dict(word=text, logprob=None, per_char=None, perplexity=None, error=why)
-            print(json.dumps(scores, ensure_ascii=False) if as_json
-                  else f'{text}\tno score: {why}')
-            continue
-        logprob = m.score(model, text)
-        per_char = logprob / (len(text) + 1)               # the end of a word is predicted too
-        perplexity = math.exp(min(-per_char, 700))         # e^710 is too large for a float
-        if as_json:
-            print(json.dumps(dict(word=text, logprob=logprob, per_char=per_char,
-                                  perplexity=perplexity), ensure_ascii=False))
+            line = f'{text}\tno score: {why}'
         else:
-            print(f'{text}\t{logprob:.4f}\t{per_char:.4f}\t{perplexity:.4f}')
+            logprob = m.score(model, text)
+            per_char = logprob / (len(text) + 1)           # the end of a word is predicted too
+            perplexity = math.exp(min(-per_char, 700))     # e^710 is too large for a float
+            scores = dict(word=text, logprob=logprob, per_char=per_char, perplexity=perplexity)
+            line = f'{text}\t{logprob:.4f}\t{per_char:.4f}\t{perplexity:.4f}'
+        print(json.dumps(scores, ensure_ascii=False) if as_json else line)
     return status
 
 
@@ -137,11 +134,13 @@ def plot(model, word):
     _, acts = m.predict(model, batch)
     probs, layers, A = acts['probs'], acts.get('layers', []), model.config.get('heads', 1)
     text, n, L = ('\0' + word).translate(SIGNS), len(probs), len(layers)
-    rows = np.union1d(np.argsort(-probs.max(0))[:40], batch.Y)      # (rows,)  the likeliest and Y
+    # The ids of the 40 likeliest characters, and of those that came; sorted.
+    rows = np.union1d(np.argsort(-probs.max(0))[:40], batch.Y)                  # (rows,)
     width = max(9, 0.6*n, 2 + 0.15*n*A)                    # in inches
     side = min((width - 1) / A, max(3, 0.2*n))             # of an attention map
     heights = [1.5 + 0.15*len(rows)] + ([0.8 + L*side] if L else [])
     figure = Figure(np.minimum([width, sum(heights)], 60), layout='constrained')
+    # `bottom` has one part for the attention maps; none for the MLP.
     top, *bottom = np.atleast_1d(figure.subfigures(len(heights), height_ratios=heights))
     axes = top.subplots()
     image = axes.imshow(probs.T[rows], cmap='Blues', vmin=0, aspect='auto')
@@ -172,12 +171,11 @@ def main(argv=None):
     """Print names, or scores, by the best model in a checkpoint."""
     args = parse(argv)
     check_picture(args.plot)
-    given, words = list(sys.argv[1:] if argv is None else argv), args.score or []
+    words = args.score or []
     if not args.checkpoint and len(words) > 1 and words[-1].endswith('.npz'):
         args.checkpoint = words.pop()   # as in --score emma out/gpt.npz
     elif not args.checkpoint:
         args.checkpoint = str(newest())
-        given = [args.checkpoint, *given]                  # for the command that is printed below
     run = load(args.checkpoint)
     model = run.best
     best = f'dev loss {min(dev for _, _, dev in run.history):.4f}' if run.history else 'not trained'
@@ -203,6 +201,9 @@ def main(argv=None):
         raise UserError('--new: the data is gone or has changed: name it with --data')
     if args.seed is None:
         args.seed = secrets.randbelow(2**31)
+        given = list(sys.argv[1:] if argv is None else argv)
+        if args.checkpoint not in given:                   # a newer one may come
+            given = [args.checkpoint, *given]
         log('these names again: '
             + shlex.join(['python', sys.argv[0], f'--seed={args.seed}', *given]))
     print_names(model, args, known)

@@ -20,9 +20,8 @@ import threading
 import time
 import unicodedata
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from tqdm import tqdm
 
 
 # ---- Optimizers. Source: A.7
-#
 # The parameters w (size,) take the t-th step against their gradient dw (size,). moments has 0, 1 or
 # 2 rows (size,), which hold what an optimizer remembers of the gradients before.
 
@@ -143,7 +141,7 @@ def read_lines(path):
 
 
 def split(words):
-    """Train, dev, test: 80, 10 and 10 % of the shuffled words, or all where that would be none."""
+    """Train, dev, test: 80, 10 and 10 % of the shuffled words; an empty part gets all of them."""
     words = words.copy()
     random.Random(42).shuffle(words)
     end1, end2 = int(0.8 * len(words)), int(0.9 * len(words))
@@ -177,30 +175,25 @@ def read_words(path, limit):
     return words, sha256
 
 
-def counting_loss(train_words, words, size, order=2):
-    """The mean loss on `words` of an n-gram model, n = order, counted on train_words.
+def bigram_loss(train_words, words, V):
+    """The mean loss on `words` of a bigram model: counted pairs of characters of train_words.
 
-    P(x | h) = (count(h, x) + kinds(h) P(x | h[1:])) / (count(h) + kinds(h))
-    where h is the characters before x, and kinds(h) how many different ones followed h (Witten-Bell
-    smoothing). The empty h falls back on 1 / size, where size is the number of characters.
+    P(b | a) = (count(a, b) + kinds(a) P(b)) / (count(a) + kinds(a))
+    where kinds(a) is how many different characters follow a (Witten-Bell smoothing). P(b) is
+    smoothed in the same way, by 1 / V.
     """
-    counts = defaultdict(Counter)       # of what follows, by history
-    begin = '\0' * (order - 1)
-    for word in train_words:
-        text = begin + word + '\0'
-        for i in range(order - 1, len(text)):
-            for k in range(order):
-                counts[text[i - k:i]][text[i]] += 1
-
-    @cache
-    def probability(history, x):
-        shorter = probability(history[1:], x) if history else 1 / size
-        seen = counts[history]
-        return (seen[x] + len(seen) * shorter) / (seen.total() + len(seen)) if seen else shorter
-
-    texts = [begin + word + '\0' for word in words]
-    losses = [-math.log(probability(text[i - order + 1:i], text[i]))
-              for text in texts for i in range(order - 1, len(text))]
+    pairs = Counter(pair for word in train_words for pair in zip('\0' + word, word + '\0'))
+    count, kinds = Counter(), Counter()
+    for (a, b), times in pairs.items():
+        count[b] += times               # b is followed as often as it follows
+        kinds[a] += 1
+    total, losses = count.total(), []
+    for word in words:
+        for a, b in zip('\0' + word, word + '\0'):
+            p = (count[b] + len(count) / V) / (total + len(count))              # P(b)
+            if count[a]:
+                p = (pairs[a, b] + kinds[a] * p) / (count[a] + kinds[a])        # P(b | a)
+            losses.append(-math.log(p))
     return sum(losses) / len(losses)
 
 
@@ -275,8 +268,8 @@ def work(connection, others, config, examples, step, memory, processes, k):
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # A fork copies `others`, process 0's ends of the pipes. They are closed here: with a copy open,
-    # recv() would not notice that process 0 has died, and would wait for ever.
+    # `others` are process 0's ends of the pipes, which a fork inherits. They are closed here: with
+    # one open, recv() would not notice that process 0 has died, and would wait for ever.
     for other in others:
         other.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
@@ -471,7 +464,7 @@ def caught_signals():
     if threading.current_thread() is threading.main_thread():               # others cannot do this
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:     # nohup ignores SIGHUP
-                before[number] = signal.signal(number, lambda number, _: caught.append(number))
+                before[number] = signal.signal(number, lambda signum, _: caught.append(signum))
     try:
         yield caught
     finally:
@@ -503,8 +496,8 @@ def train(run, examples, out):
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
             due = run.step in evaluations
-            if due or not math.isfinite(loss):             # not finite: UserError
-                evaluate_run(run, examples)
+            if due or not math.isfinite(loss):
+                evaluate_run(run, examples)     # raises UserError if a loss is not finite
             if due or signals:
                 try:
                     save(out, run)
@@ -552,7 +545,8 @@ def plot(run, words):
     C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  as E may be 1
     U, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
     places, dots = U[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
-    for character in sorted(run.vocabulary, key='\0'.join(words).count, reverse=True)[:100]:
+    text = '\0'.join(words)
+    for character in sorted(run.vocabulary, key=text.count, reverse=True)[:100]:  # most frequent
         i = run.vocabulary.index(character)
         right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
         dots[i] = 0
@@ -633,7 +627,7 @@ def parse(argv):
     add('--weight-decay', type=number(float, 0), metavar='F', help='as in AdamW (mlp 0, gpt 0.1)')
     add('--dropout', type=number(float, 0, 0.99), metavar='F', help='dropout rate (gpt 0)')
     add('--seed', type=number(int, 0), metavar='N', help='of all random numbers (1)')
-    add('--eval-every', type=number(int, 0), metavar='N', help='0: at the end only (13 times)')
+    add('--eval-every', type=number(int, 0), metavar='N', help='0: at the end (13 times a run)')
     add('--backward', choices=['layers', 'steps'], help='steps: one operation at a time (layers)')
     add('--processes', type=number(int, 1, 64), metavar='N', help='to share a batch (gpt 2)')
     add('--from', metavar='FILE.npz', help='begin with the parameters of this checkpoint')
@@ -644,28 +638,28 @@ def parse(argv):
     return vars(parser.parse_args(argv))
 
 
-def start(given, other=None):
+def start(given, parent=None):
     """A new Run with what was given over the defaults, and its words.
 
-    With `other`, a Model, it begins with its sizes, vocabulary and parameters.
+    With a `parent`, the Model of --from, it has that model's architecture and parameters.
     """
-    kind, sizes, statistics = given.get('model', 'mlp'), {}, {}
-    if other:
-        sizes = {name: other.config[name] for name in MODEL_DEFAULTS[other.config['model']]}
+    kind, inherited, statistics = given.get('model', 'mlp'), {}, {}
+    if parent:
+        inherited = {name: parent.config[name] for name in MODEL_DEFAULTS[parent.config['model']]}
     for name in given:
         flag = '--' + name.replace('_', '-')
-        if name in sizes and given[name] != sizes[name]:
-            raise UserError(f'--from has {flag} {sizes[name]}: leave out {flag}')
+        if name in inherited and given[name] != inherited[name]:
+            raise UserError(f'--from has {flag} {inherited[name]}: leave out {flag}')
         if name not in DEFAULTS[kind]:
             raise UserError(f'{flag} means nothing to --model {kind}: leave it out')
-    config = {**DEFAULTS[kind], **sizes, **given}
+    config = {**DEFAULTS[kind], **inherited, **given}
     limit = config['max_len']
     if kind == 'gpt' and config['context']:
         limit = min(limit, config['context'] - 1)
     words, config['sha256'] = read_words(config['data'] or m.NAMES, limit)
     vocabulary, config['longest'] = m.make_vocabulary(words), max(map(len, words))
     changed = {name: value for name, value in fitted(kind, len(words), len(vocabulary)).items()
-               if name not in {**sizes, **given}}
+               if name not in {**inherited, **given}}
     if changed:
         log('for so few words: ' + ' '.join(f'--{name.replace("_", "-")} {value}'
                                             for name, value in changed.items()))
@@ -676,16 +670,15 @@ def start(given, other=None):
         raise UserError('--batch 1 has no variance: take --batch 2 or more, or --no-batchnorm')
     if config.get('backward') == 'steps' and (config['act'] != 'tanh' or not config['batchnorm']):
         raise UserError('--backward steps has tanh and batch norm: add --act tanh --batchnorm')
-    if other:
-        if unknown := set(vocabulary) - set(other.vocabulary):
+    if parent:
+        if unknown := set(vocabulary) - set(parent.vocabulary):
             raise UserError('--from: leave out words with characters that the checkpoint does not '
                             f'know: {"".join(sorted(unknown))!r}')
-        vocabulary, statistics = other.vocabulary, other.statistics
-        p = {name: w.copy() for name, w in other.p.items()}
+        vocabulary, statistics = parent.vocabulary, parent.statistics
     config['vocab_size'] = len(vocabulary)
     config['context'] = config['context'] or config['longest'] + 1
-    if not other:
-        p = m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed'])))
+    p = ({name: w.copy() for name, w in parent.p.items()} if parent else
+         m.make_parameters(config, np.random.default_rng((FIRST_VALUES, config['seed']))))
     moments = np.zeros((MOMENTS[config['optimizer']], sum(w.size for w in p.values())), np.float32)
     best = m.Model(config, vocabulary, p, statistics)      # until the first evaluation
     return Run(config, vocabulary, p, moments, best), words
@@ -715,28 +708,28 @@ def resume(given, out):
 def main(argv=None):
     """Train, or go on training, and report."""
     given = parse(argv)
-    other = load(given.pop('from')).best if 'from' in given else None
-    if other:
-        given = {'model': other.config['model'], **given}
+    parent = load(given.pop('from')).best if 'from' in given else None
+    if parent:
+        given = {'model': parent.config['model'], **given}
     out = given.pop('out', os.path.join('out', f"{given.get('model', 'mlp')}.npz"))
     going_on, check = given.pop('resume', False), given.pop('check', False)
     picture = given.pop('plot', None)
     if 'data' in given:
         given['data'] = os.path.abspath(given['data'])     # sample.py may run in another folder
-    if going_on and other:
+    if going_on and parent:
         raise UserError('--resume goes on with --out, not with a new run: leave out --from')
     if not out.endswith('.npz'):
         raise UserError(f'--out {out}: a checkpoint is a .npz file')
     check_picture(picture)
-    run, words = resume(given, out) if going_on else start(given, other)
+    run, words = resume(given, out) if going_on else start(given, parent)
     config, parts = run.config, dict(zip(('train', 'dev', 'test'), split(words)))
     parts['train_part'] = parts['train'][:len(parts['dev'])]   # for the evaluations on the way
     # In alphabetical order words that begin alike are neighbours: see gpt_batch.
     examples = {name: m.EXAMPLES[config['model']](sorted(part), run.vocabulary, config['context'])
                 for name, part in parts.items()}
-    pairs = counting_loss(parts['train'], parts['dev'], config['vocab_size'])
+    bigrams = bigram_loss(parts['train'], parts['dev'], config['vocab_size'])
     log(f"dev loss of guessing evenly: {math.log(config['vocab_size']):.3f}, of counting pairs of "
-        f'characters: {pairs:.3f}')
+        f'characters: {bigrams:.3f}')
     if check:
         few = np.arange(min(4, len(examples['train'])))
         batch, rng = m.BATCH[config['model']](examples['train'], few), np.random.default_rng(1)
@@ -746,13 +739,13 @@ def main(argv=None):
     if not going_on:
         move_aside(out)
         save(out, run)                  # now, so that a place that cannot be written to is noticed
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     signals = train(run, examples, out)
     if signals:
         log(f'stopped at step {run.step}, saved; to go on: '
             + shlex.join(['python', sys.argv[0], '--resume', f'--out={out}']))
         return 128 + signals[0]
-    size, seconds = sum(w.size for w in run.p.values()), time.perf_counter() - begun
+    size, seconds = sum(w.size for w in run.p.values()), time.perf_counter() - start_time
     print(f'{size} parameters, {seconds:.0f} s, best at step {run.best_step()}, saved in {out}')
     losses = [f'{part} {evaluate(run.best, examples[part]):.4f}'
               for part in ('train', 'dev', 'test')]
@@ -762,7 +755,7 @@ def main(argv=None):
     if len(dev_losses) > 1 and dev_losses[0] == min(dev_losses):
         log('warning: the first evaluation was the best; after it words were learnt by heart: try '
             'fewer --steps, a smaller model, or --from a checkpoint of a larger list')
-    elif min(dev_losses) > pairs:
+    elif min(dev_losses) > bigrams:
         log('warning: counting pairs of characters is better than this model: try more --steps')
     if picture:
         save_figure(plot(run, parts['train']), picture)

@@ -1,4 +1,4 @@
-"""Measures how fast everything is, next to PyTorch and to the machine itself: Markdown tables.
+"""Measures how fast everything is, next to PyTorch, JAX and the machine itself: Markdown tables.
 
 Other work on a machine comes and goes. So whatever is compared runs interleaved: a turn of some
 tens of milliseconds for each, in an order drawn anew, for many rounds. A ratio is taken within
@@ -21,30 +21,28 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import model as m
 import backward
 import train
+from rivals import RIVALS, jax, torch
 
 import numba
 import numpy as np
 
-try:
-    import torch
-    import torch.nn.functional as F
-except ImportError:
-    torch = None
-
 RATES = dict(sgd=0.1, adam=0.003)
 CORES = train.DEFAULTS['gpt']['processes']
-BATCHES = dict(mlp=64, gpt=6)           # PyTorch gets that many different ones, over and over
+BATCHES = dict(mlp=64, gpt=6)           # rivals get that many different ones, over and over
+SECONDS = dict(mlp=0.03, gpt=0.15)      # of a turn
+TO_TWO = 1750                           # steps of the GPT to a dev loss of 2.00
 
 
 # ---- Timing, and showing what was timed
@@ -64,7 +62,8 @@ def turn(call, seconds=0.03, whole=1):
     n = whole * max(1, round(seconds / whole / timed(whole)))
 
     def run():
-        call()                          # brings back to the caches what the others drove out
+        # Not timed: until its data is in the caches again and the threads of others are at rest.
+        timed(max(1, n // 4))
         return timed(n)
     return run
 
@@ -100,17 +99,20 @@ def table(kept, title, columns, rows):
 
 # ---- Training, by the functions of train.py
 
-def prepare(kind, **given):
+def prepare(kind, epoch=None, **given):
     """A new training as train.py begins it: run, words, examples, and its first batches.
 
-    A batch is a list of its shards. `characters` are those to predict in a batch, `rows` those that
-    the layers compute.
+    If `epoch` is given, there are no more examples than for an epoch of so many batches. A batch is
+    a list of its shards. `characters` are those to predict in a batch, `rows` those that the layers
+    compute.
     """
     with contextlib.redirect_stderr(io.StringIO()):
         run, words = train.start({'model': kind, 'eval_every': 0, **given})
     config, parts = run.config, dict(zip(('train', 'dev', 'test'), train.split(words)))
     examples = {name: m.EXAMPLES[kind](sorted(part), run.vocabulary, config['context'])
                 for name, part in parts.items()}
+    if epoch:
+        examples['train'] = examples['train'][:epoch * config['batch']]
     processes = config.get('processes', 1)
     batches = list(islice(zip(*(train.batches(config, examples['train'], 0, processes, k)
                                 for k in range(processes))), BATCHES[kind]))
@@ -162,137 +164,99 @@ def sgemm(cores):
     return lambda: run() / (cores * 2 * 512**3)
 
 
-# ---- The same models in PyTorch
+# ---- The rivals, and what is measured
 
-def leaves(p):
-    """The parameters as PyTorch has them: one tensor a layer, matrices of linear layers (O,I)."""
-    parts = {name: list(w) if w.ndim == 3 or name == 'gain' else [w] for name, w in p.items()}
-    return {name: [torch.tensor(np.ascontiguousarray(w.T) if name[0] == 'W' else w)
-                   .requires_grad_() for w in ws] for name, ws in parts.items()}
-
-
-def torch_mlp(config, p):
-    """The loss of the MLP, as a function of a batch."""
-    C, W1, b1, gain, bias, W2, b2 = (p[name][0] for name in m.MLP_PARAMETERS)
-    # batch_norm takes the variance over n, the model over n - 1: gain and eps make up for it
-    bessel = 1 - 1 / config['batch']
-    with torch.no_grad():
-        gain *= bessel**0.5
-
-    def loss(X, Y):
-        hprebn = F.linear(F.embedding(X, C).flatten(1), W1, b1)
-        hpreact = F.batch_norm(hprebn, None, None, gain, bias, training=True, eps=1e-5 * bessel)
-        return F.cross_entropy(F.linear(torch.tanh(hpreact), W2, b2), Y)
-    return loss
+def check_same_work(job, name, steps):
+    """Assert that the first steps of a rival have the same losses as ours."""
+    size = 6
+    losses = np.concatenate([np.atleast_1d(loss) for loss in islice(steps, size)])[:size]
+    expected = np.array(list(islice(ours(job), size)))
+    assert np.allclose(losses, expected, atol=1e-4), f'{name}: {losses}, not {expected}'
 
 
-def torch_gpt(config, p):
-    """The loss of the GPT, as a function of a batch of padded names."""
-    E, A, L = config['embd'], config['heads'], config['layers']
-    C, P, gain = p['C'][0], p['P'][0], p['gain']
-
-    def norm(x, i):
-        return F.rms_norm(x, (E,), gain[i], 1e-5)
-
-    def loss(X, Y):
-        x = F.embedding(X, C) + P[:X.shape[1]]
-        for l in range(L):
-            qkv = F.linear(norm(x, 2*l), p['Wqkv'][l]).unflatten(2, (3, A, E // A))
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            ctx = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + F.linear(ctx.transpose(1, 2).flatten(2), p['Wo'][l])
-            up = F.linear(norm(x, 2*l + 1), p['Wup'][l])
-            x = x + F.linear(F.gelu(up, approximate='tanh'), p['Wdown'][l])
-        logits = F.linear(norm(x, -1), C)
-        return F.cross_entropy(logits.flatten(0, 1), Y.flatten(), ignore_index=-100)
-    return loss
+def steps_in_next(way, kind):
+    """How many steps a rival takes at each next()."""
+    return BATCHES[kind] if way == 'scan' else 1
 
 
-def torch_batch(kind, shards):
-    """The same batch as tensors, its names padded to the longest of them."""
-    if kind == 'mlp':
-        return [torch.tensor(ids) for ids in shards[0]]
-    names = []
-    for tree in shards:
-        begins = np.flatnonzero(tree.position[tree.predicted_from] == 0)[1:]
-        names += zip(np.split(tree.X[tree.predicted_from], begins), np.split(tree.Y, begins))
-    return [torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(ids) for ids in side], batch_first=True, padding_value=filler)
-        for side, filler in zip(zip(*names), (0, -100))]
+def turn_of(steps, way, kind):
+    """A turn of a rival, with the same batches in each; it returns seconds a step."""
+    per_next = steps_in_next(way, kind)
+    run = turn(partial(next, steps), SECONDS[kind], BATCHES[kind] // per_next)
+    return lambda: run() / per_next
 
 
-def theirs(job, how='foreach', threads=1):
-    """As ours(), in PyTorch eager, on batches that are ready.
-
-    `how` is the way its optimizer goes through the parameters.
-    """
-    config = job.config
-    p = leaves(job.run.p)
-    loss_of = dict(mlp=torch_mlp, gpt=torch_gpt)[config['model']](config, p)
-    make = dict(sgd=torch.optim.SGD, adam=torch.optim.AdamW)[config['optimizer']]
-    groups = [dict(params=[w for name in p if name[0].isupper() == matrices for w in p[name]],
-                   weight_decay=matrices * config['weight_decay']) for matrices in (True, False)]
-    optimizer = make(groups, lr=config['lr'], **{how: True})
-    batches = [torch_batch(config['model'], shards) for shards in job.batches]
-    for step, batch in enumerate(cycle(batches)):
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        for group in optimizer.param_groups:
-            group['lr'] = train.learning_rate(config, step)
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(*batch)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def check_same_work(kind, **given):
-    """Assert that the first steps have the same losses, at a learning rate that can be seen."""
-    job = prepare(kind, **given, steps=20)
-    for step, (a, b) in enumerate(islice(zip(ours(job), theirs(job)), 6)):
-        assert abs(a - b.item()) < 1e-4, f'{kind} {given}, step {step}: {a}, PyTorch {b}'
-
-
-def next_of(steps, kind):
-    """A turn of steps; for PyTorch the same batches in each."""
-    return turn(lambda: next(steps), whole=BATCHES[kind])
-
-
-def best_of_theirs(job, cores):
-    """The fastest way of PyTorch in a short race of its own: what it is, and a turn of it."""
-    turns = {(how, threads): next_of(theirs(job, how, threads), job.config['model'])
-             for how in ('foreach', 'fused') for threads in sorted({1, cores})}
+def best_of(ways, job, cores):
+    """The fastest way of a rival in a short race of its own: what it is, and a turn of it."""
+    kind = job.config['model']
+    for way, steps in ways(job, cores).items():
+        check_same_work(job, way, steps)
+    turns = {way: turn_of(steps, way, kind) for way, steps in ways(job, cores).items()}
     times = race(turns, 9)
-    how, threads = best = min(turns, key=lambda way: np.median(times[way]))
-    return f'{how}, {threads} thread' + 's' * (threads > 1), turns[best]
+    best = min(turns, key=lambda way: np.median(times[way]))
+    return best, turns[best]
 
 
-# ---- What is measured
+class Terminal(io.StringIO):
+    """Takes what is written to it for a terminal's, so that the bar is drawn."""
+
+    def isatty(self):
+        return True
+
+
+def train_quietly(job, steps):
+    """The real loop of train.py, in a terminal: seconds a step after the first, losses, the Run."""
+    run, ends, losses, real = copy.deepcopy(job.run), [], [], train.train_step
+    run.config['steps'] = steps
+    few = m.EXAMPLES[run.config['model']](
+        job.parts['dev'][:50], run.vocabulary, run.config['context'])
+
+    def train_step(*args):
+        losses.append(real(*args))
+        ends.append(time.perf_counter())
+        return losses[-1]
+
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()),
+          mock.patch.object(train, 'train_step', train_step)):
+        train.train(run, dict(train=job.examples['train'], train_part=few, dev=few),
+                    os.path.join(folder, 'model.npz'))
+    return SimpleNamespace(step=(ends[-1] - ends[0]) / (steps - 1), losses=losses, run=run)
+
 
 def race_steps(kept, rounds, title, kind, settings):
-    """A table of the settings {label: what is given}: ours, PyTorch at its best, the machine."""
+    """A table of the settings {label: what is given}: ours, the rivals at their best, the machine.
+
+    "In the loop" is a step of the real training, with its batch and the bar; "bare" is a batch and
+    a step and nothing else.
+    """
     cores, unit, scale = (1, 'µs', 1e6) if kind == 'mlp' else (CORES, 'ms', 1e3)
+    epoch = dict(mlp=512, gpt=42)[kind]                    # a part of the data, for short turns
     turns, jobs, rivals = dict(sgemm=sgemm(cores)), {}, {}
     for label, given in settings.items():
-        job = jobs[label] = prepare(kind, **given)
-        turns[label] = next_of(ours(job), kind)
-        if torch:
-            check_same_work(kind, **given)
-            same = rivals[label] = str({name: given[name] for name in given if name != 'backward'})
-            if same not in turns:
-                rivals[same], turns[same] = best_of_theirs(job, cores)
+        job = jobs[label] = prepare(kind, epoch, **given)
+        steps = ours(job)
+        turns[label, 'bare'] = turn(partial(next, steps), whole=epoch)
+        # The first step is not timed, so this is one epoch, and the beginning of a second.
+        turns[label, 'loop'] = lambda job=job, epoch=epoch: train_quietly(job, epoch + 1).step
+    for label, given in settings.items():
+        for name, ways in RIVALS.items():
+            key = name, str({flag: given[flag] for flag in given if flag != 'backward'})
+            if key not in turns:
+                rivals[key], turns[key] = best_of(ways, jobs[label], cores)
+            rivals[label, name] = key
     times, rows = race(turns, rounds), []
     for label, job in jobs.items():
-        rival = rivals.get(label)
-        rows.append([
-            label, scale * times[label], job.characters / times[label],
-            100 * flops(job) * times['sgemm'] / times[label],
-            *([scale * times[rival], times[rival] / times[label], rivals[rival]]
-              if rival else [None] * 3)])
+        bare, loop = times[label, 'bare'], times[label, 'loop']
+        row = [label, scale * loop, scale * bare, 100 * (loop / bare - 1),
+               100 * flops(job) * times['sgemm'] / bare]
+        for name in RIVALS:
+            key = rivals[label, name]
+            row += [scale * times[key], times[key] / loop, rivals[key]]
+        rows.append(row)
     table(kept, title,
-          ['', f'{unit} a step', 'characters a second',
-           f'% of sgemm on {cores} core' + 's' * (cores > 1), f'PyTorch {unit}',
-           'times faster', 'PyTorch is fastest with'], rows)
+          ['', f'{unit} in the loop', f'{unit} bare', '% on top', f'% of sgemm on {cores} core'
+           + 's' * (cores > 1), *(column for name in RIVALS for column in (
+               f'{name}, {unit}', f'{name} / in the loop', f'{name} is fastest with'))], rows)
 
 
 def mlp(kept, rounds):
@@ -309,54 +273,103 @@ def gpt(kept, rounds):
         f'{batch} names': dict(batch=batch, dropout=0.) for batch in (32, 64)})
 
 
-class Terminal(io.StringIO):
-    """Takes what is written to it for a terminal's, so that the bar is drawn."""
+def recorded_step(job):
+    """The calls of one step on one core: {'products' or 'other work': [(function, arguments)]}.
 
-    def isatty(self):
-        return True
+    Products are those of np.dot. The other work is the kernels, the activations, the rows of the
+    embedding, the batch and the optimizer.
+    """
+    calls = dict(products=[], other=[])
+    batches = train.batches(job.config, job.examples['train'], 0)
+    flat = np.concatenate([w.ravel() for w in job.run.p.values()])
+    flat_g = np.empty((1, flat.size), np.float32)
+    run, shapes = copy.deepcopy(job.run), m.parameter_shapes(job.config)
+    run.p, g = m.views(shapes, flat), m.views(shapes, flat_g[0])
+
+    def spy(function, kind):
+        def call(*args, **kwargs):
+            calls[kind].append((function, args, kwargs))
+            return function(*args, **kwargs)
+        return call
+
+    with contextlib.ExitStack() as stack:
+        put = stack.enter_context
+        put(mock.patch.object(np, 'dot', spy(np.dot, 'products')))
+        put(mock.patch.object(m, 'embedding', spy(m.embedding, 'other')))
+        for module in m, backward, train:
+            for name, function in list(vars(module).items()):
+                if isinstance(function, numba.core.dispatcher.Dispatcher):
+                    put(mock.patch.object(module, name, spy(function, 'other')))
+        for functions in (m.ACTIVATIONS, m.NORMS, backward.ACTIVATIONS_BACKWARD,
+                          backward.NORMS_BACKWARD, train.OPTIMIZERS):
+            put(mock.patch.dict(functions, {name: spy(function, 'other')
+                                            for name, function in functions.items()}))
+        train.train_step(run, next(batches), flat, flat_g, g, [])
+    return calls
 
 
-def train_quietly(job, steps):
-    """The real loop of train.py, in a terminal; seconds a step after the first, and the Run."""
-    run, ends, real = copy.deepcopy(job.run), [], train.train_step
-    run.config['steps'] = steps
-    few = m.EXAMPLES[run.config['model']](
-        job.parts['dev'][:50], run.vocabulary, run.config['context'])
-
-    def train_step(*args):
-        loss = real(*args)
-        ends.append(time.perf_counter())
-        return loss
-
-    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(Terminal()),
-          mock.patch.object(train, 'train_step', train_step)):
-        train.train(run, dict(train=job.examples['train'], train_part=few, dev=few),
-                    os.path.join(folder, 'model.npz'))
-    return (ends[-1] - ends[0]) / (steps - 1), run
+def replay(calls):
+    """A function that makes the recorded calls again."""
+    def run():
+        for function, args, kwargs in calls:
+            function(*args, **kwargs)
+    return run
 
 
-def loop(kept, rounds):
-    """What the bar and the rest of the loop take on top of the batch and the step."""
-    turns = {}
-    for key, given in (
-            ('MLP, SGD', dict(kind='mlp', optimizer='sgd', lr=0.1)),
-            ('MLP, Adam', dict(kind='mlp')), ('GPT, 32 names', dict(kind='gpt', batch=32))):
-        job = prepare(**given)
-        if given['kind'] == 'gpt':      # a part of the data, for short turns
-            del job.examples['train'][1600:]
-        epoch = len(job.examples['train']) // job.config['batch']
-        batches = train.batches(job.config, job.examples['train'], 0, job.processes)
-        turns[key, 'batch'] = turn(lambda batches=batches: next(batches), whole=epoch)
-        steps = ours(job)
-        turns[key, 'bare'] = turn(lambda steps=steps: next(steps), whole=epoch)
-        # The first step is not timed, so this is one epoch, and the beginning of a second.
-        turns[key, 'loop'] = lambda job=job, epoch=epoch: train_quietly(job, epoch + 1)[0]
-    times = race(turns, max(1, rounds // 4))
-    table(kept, 'The loop of training around the step',
-          ['', 'µs a batch', 'µs a batch and a step', 'µs in the loop', '% on top'],
-          [[key, *(1e6 * times[key, what] for what in ('batch', 'bare', 'loop')),
-            100 * (times[key, 'loop'] / times[key, 'bare'] - 1)]
-           for key in dict.fromkeys(key for key, _ in turns)])
+def where(kept, rounds):
+    """Where the time of a step goes, on one core."""
+    turns, jobs = dict(sgemm=sgemm(1)), {}
+    for label, given in {'MLP, hidden 64': dict(kind='mlp'),
+                         'MLP, hidden 200': dict(kind='mlp', hidden=200),
+                         'GPT, 32 names': dict(kind='gpt', batch=32, processes=1),
+                         'GPT, 64 names': dict(kind='gpt', processes=1)}.items():
+        job = jobs[label] = prepare(**given)
+        steps, calls = ours(job), recorded_step(job)
+        turns[label, 'step'] = turn(partial(next, steps), SECONDS[given['kind']])
+        for part in calls:
+            turns[label, part] = turn(replay(calls[part]))
+    times, rows = race(turns, rounds), []
+    for label, job in jobs.items():
+        step, products, other = (1e6 * times[label, part] for part in ('step', 'products', 'other'))
+        rows.append([label, step, products, other, step - products - other,
+                     1e8 * flops(job) * times['sgemm'] / products])
+    table(kept, 'Where the time of a step goes, Adam, one process, in µs',
+          ['', 'whole step', 'products', 'kernels and other work on arrays',
+           'Python, and caches that are not warm', 'products: % of sgemm 512 x 512'], rows)
+
+
+def whole(kept, rounds):
+    """The GPT from the first step to a dev loss of 2.00, here and in PyTorch, the same steps."""
+    job = prepare('gpt', steps=TO_TWO)
+    losses, dev, turns = {}, {}, {}
+
+    def here():
+        done = train_quietly(job, TO_TWO)
+        losses['here'] = done.losses
+        dev['loss'] = train.evaluate(done.run.best, job.examples['dev'])
+        return done.step * TO_TWO
+
+    turns['here'] = here
+    if torch:
+        ways = RIVALS['PyTorch']
+        way, _ = best_of(ways, job, CORES)
+        shards = [train.batches(job.config, job.examples['train'], 0, job.processes, k)
+                  for k in range(job.processes)]
+        job.batches = list(islice(zip(*shards), TO_TWO))
+        rival = f'PyTorch, {way}'
+
+        def there():
+            steps = ways(job, CORES)[way]
+            begin = time.perf_counter()
+            losses[rival] = list(islice(steps, TO_TWO))
+            return time.perf_counter() - begin
+
+        turns[rival] = there
+    times = race(turns, max(1, rounds // 10))
+    table(kept, f"{TO_TWO} steps of the GPT, which bring the dev loss to {dev['loss']:.3f}",
+          ['', 's', 'times as long', 'mean loss of the last 100 batches'],
+          [[name, times[name], times[name] / times['here'], f'{np.mean(losses[name][-100:]):.3f}']
+           for name in turns])
 
 
 def sample(kept, rounds):
@@ -364,7 +377,7 @@ def sample(kept, rounds):
     turns, sizes = {}, {}
     for kind, steps in dict(mlp=4000, gpt=400).items():
         job = prepare(kind)
-        best, rng = train_quietly(job, steps)[1].best, np.random.default_rng(0)
+        best, rng = train_quietly(job, steps).run.best, np.random.default_rng(0)
         sizes[kind] = len(''.join(job.parts['dev'])) + len(job.parts['dev'])
         turns[kind, 'names'] = turn(lambda best=best, rng=rng: m.generate(best, 1000, rng))
         turns[kind, 'dev'] = turn(
@@ -448,7 +461,8 @@ def start(kept, rounds):
 def grow(kept, rounds, title, kind, settings):
     """A table of the cost of a step against the settings {label: what is given}."""
     jobs = {label: prepare(kind, **given) for label, given in settings.items()}
-    times = race({label: next_of(ours(job), kind) for label, job in jobs.items()}, rounds)
+    times = race({label: turn(partial(next, ours(job)), SECONDS[kind])
+                  for label, job in jobs.items()}, rounds)
     first = next(iter(jobs))
     table(kept, title,
           ['', 'µs a step', 'against the first', 'characters a step', 'µs a character'],
@@ -634,10 +648,11 @@ def machine():
                                   if part.get('internal_api') == 'openblas'}))
     return (f'{name}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy '
             f"{np.__version__} with {blas['name']} {blas['version']} {kernel}, Numba "
-            f"{numba.__version__}, PyTorch {torch.__version__ if torch else 'not installed'}")
+            f"{numba.__version__}, PyTorch {torch.__version__ if torch else 'not installed'}, "
+            f"JAX {jax.__version__ if jax else 'not installed'}")
 
 
-SECTIONS = dict(mlp=mlp, gpt=gpt, loop=loop, sample=sample, start=start)
+SECTIONS = dict(mlp=mlp, gpt=gpt, where=where, whole=whole, sample=sample, start=start)
 
 
 def main(argv=None):
@@ -653,8 +668,12 @@ def main(argv=None):
         [SECTIONS[args.only]] if args.only else SECTIONS.values()
     kept, about = [], machine()
     print(about)
-    for section in chosen:
-        section(kept, args.rounds)
+    try:
+        for section in chosen:
+            section(kept, args.rounds)
+    finally:                            # Python would wait for processes that are still at work
+        for process in multiprocessing.active_children():
+            process.kill()
     if args.json:
         Path(args.json).write_text(json.dumps(
             dict(machine=about, rounds=args.rounds, tables=kept), indent=1,

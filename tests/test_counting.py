@@ -13,6 +13,7 @@ import pytest
 import model
 import sample
 import train
+from counting import counting_loss
 from conftest import (
     NAMES, ROOT, SIZES, best_of, both_models, losses_of, split_of, without_times, write_words)
 
@@ -47,9 +48,9 @@ def brute_force(train_words, words, size, order):
 
 def test_counting_by_hand():
     """Of "ab" and "a": a, b, end, a, end. So a follows the beginning, twice, and an end b."""
-    loss = train.counting_loss(["ab", "a"], ["b"], 3, 1)
+    loss = counting_loss(["ab", "a"], ["b"], 3, 1)
     assert loss == pytest.approx(-(math.log(2 / 8) + math.log(3 / 8)) / 2)
-    loss = train.counting_loss(["ab", "a"], ["b"], 3)
+    loss = counting_loss(["ab", "a"], ["b"], 3, 2)
     assert loss == pytest.approx(-(math.log(1 / 3 * 2 / 8) + math.log((1 + 3 / 8) / 2)) / 2)
 
 
@@ -63,17 +64,25 @@ def test_counting_is_witten_bells_and_every_distribution_adds_to_one(order):
         assert total == pytest.approx(1, abs=1e-12)
     words = ["".join(word) for n in range(4) for word in itertools.product("abc", repeat=n)]
     for word in words:
-        assert train.counting_loss(known, [word], size, order) == pytest.approx(
+        assert counting_loss(known, [word], size, order) == pytest.approx(
             brute_force(known, [word], size, order), rel=1e-12), word
-    assert train.counting_loss(known, words, size, order) == pytest.approx(
+    assert counting_loss(known, words, size, order) == pytest.approx(
         brute_force(known, words, size, order), rel=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
 def test_the_probabilities_of_all_words_that_are_counted_add_to_one(order):
     lengths = range(300)
-    losses = [train.counting_loss(["a", "aaa", "aa", "a"], ["a" * n], 2, order) for n in lengths]
+    losses = [counting_loss(["a", "aaa", "aa", "a"], ["a" * n], 2, order) for n in lengths]
     assert sum(math.exp(-loss * (n + 1)) for loss, n in zip(losses, lengths)) == pytest.approx(1)
+
+
+def test_the_bigrams_of_train_py_are_counting_of_order_two():
+    """Also for characters that no word begins with, and for ones that were never seen."""
+    known, V = ["ab", "abba", "b", "ab", "aab", "bbbb", "cc"], 5
+    for words in ["a"], ["dab", "bd", ""], ["c", "acb"], known:
+        assert train.bigram_loss(known, words, V) == pytest.approx(
+            counting_loss(known, words, V, 2), rel=1e-12)
 
 
 @pytest.mark.parametrize("order, dev", [(1, 2.8258), (2, 2.460), (4, 2.079), (5, 2.037)])
@@ -81,7 +90,7 @@ def test_counting_on_the_names(order, dev):
     """Figures of another program, which counts alike."""
     words = (ROOT / "data/names.txt").read_text().split()
     known, words, _ = split_of(words)
-    assert train.counting_loss(known, words, 27, order) == pytest.approx(dev, abs=6e-4)
+    assert counting_loss(known, words, 27, order) == pytest.approx(dev, abs=6e-4)
 
 
 def test_counting_py_prints_the_losses_of_all_orders(here):
