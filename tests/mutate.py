@@ -129,9 +129,6 @@ EXPLAINED = {
         'what is left for test is never empty',
     'known, distinct = set(train), len(set(words)) -> known, distinct = (train), len(set(words))':
         'a set is only faster than a list',
-    'losses = [-math.log(probability(text[i - order + 1:i], text[i])) -> '
-    'losses = [-math.log(probability(text[:i], text[i]))':
-        'a longer history was never counted, so that a shorter one is taken',
     'yield m.gpt_batch(examples, np.array_split(chosen, shards)[k]) -> '
     'yield m.gpt_batch(examples, np.array_split(chosen, shards)[(k - 1)])':
         'each process takes the shard of another one',

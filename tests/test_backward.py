@@ -651,7 +651,7 @@ def proof_of(tmp_path, monkeypatch, capsys):
      r"linear +NameError: name 'dy' is not defined\nline \d+: np.dot\(x.T, dy"),
     ('    db[:] = 0\n', '', 'linear', r'db .*WRONG\nat'),
     ('db[j] += dy[i, j]', 'db[j] = dy[i, j]', 'linear', r'db .*WRONG\nat'),
-    ('dC[ids[i]]\n', 'dC[ids[i]]\n        drow[:] = 0\n', 'embedding', 'embedding +dC .*WRONG'),
+    ('dC[ids[i]]\n', 'dC[ids[i]]\n        row[:] = 0\n', 'embedding', 'embedding +dC .*WRONG'),
     ('        for j in range(E):\n            dx[i, j] = inv',
      '        for j in range(E + 1):\n            dx[i, j] = inv', 'rmsnorm',
      r'rmsnorm +IndexError: index 5 is out of bounds.*\nline \d+: dx\[i, j\]')])
