@@ -298,31 +298,31 @@ def attention_backward(dctx, qkv, position, ancestors, weights):
     split, dsplit = qkv.reshape(N, 3, A, E // A), np.zeros((N, 3, A, E // A), qkv.dtype)
     dctx = dctx.reshape(N, A, E // A)
     scale = qkv.dtype.type(1 / sqrt(E // A))
-    scratch = np.empty((2, position.max() + 1), qkv.dtype)                      # reused by all
+    dweights, dscores = np.empty_like(weights), np.empty_like(weights)          # (A, S) (A, S)
     begin = 0
     for i in range(N):
         end = begin + position[i] + 1
-        seen = ancestors[begin:end]
-        for head in range(A):
-            weight = weights[head, begin:end]
-            dweight, dscores = scratch[0, :len(seen)], scratch[1, :len(seen)]
-            # backward through ctx = sum of weight_j value_j
-            for j in range(len(seen)):
-                value, dvalue = split[seen[j], 2, head], dsplit[seen[j], 2, head]
+        # backward through ctx = sum of weight_s value_s
+        for s in range(begin, end):
+            values, dvalues = split[ancestors[s], 2], dsplit[ancestors[s], 2]   # (A, E/A) (A, E/A)
+            for head in range(A):
                 dot = qkv.dtype.type(0)
-                for e in range(len(value)):
-                    dot += dctx[i, head, e] * value[e]
-                    dvalue[e] += weight[j] * dctx[i, head, e]
-                dweight[j] = dot
-            # backward through weight = softmax(score)
-            softmax_backward(dweight, weight, dscores)
-            # backward through score_j = query . key_j / sqrt(E / A)
-            query, dquery = split[i, 0, head], dsplit[i, 0, head]
-            for j in range(len(seen)):
-                key, dkey = split[seen[j], 1, head], dsplit[seen[j], 1, head]
-                for e in range(len(key)):
-                    dquery[e] += scale * dscores[j] * key[e]
-                    dkey[e] += scale * dscores[j] * query[e]
+                for e in range(E // A):
+                    dot += dctx[i, head, e] * values[head, e]
+                    dvalues[head, e] += weights[head, s] * dctx[i, head, e]
+                dweights[head, s] = dot
+        # backward through weight = softmax(score)
+        pairs = slice(begin, end)
+        for head in range(A):
+            softmax_backward(dweights[head, pairs], weights[head, pairs], dscores[head, pairs])
+        # backward through score_s = query . key_s / sqrt(E / A)
+        queries, dqueries = split[i, 0], dsplit[i, 0]      # (A, E/A) (A, E/A)
+        for s in range(begin, end):
+            keys, dkeys = split[ancestors[s], 1], dsplit[ancestors[s], 1]       # (A, E/A) (A, E/A)
+            for head in range(A):
+                for e in range(E // A):
+                    dqueries[head, e] += scale * dscores[head, s] * keys[head, e]
+                    dkeys[head, e] += scale * dscores[head, s] * queries[head, e]
         begin = end
     return dsplit.reshape(N, 3*E)
 

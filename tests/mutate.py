@@ -110,17 +110,6 @@ EXPLAINED = {
     'add_at(dC, X.reshape(-1), demb.reshape(-2, dC.shape[1]))': UNKNOWN,
     'db[j] += dy[i, j] -> db[j] += dy[(i - 1), j]': LAST_FIRST,
     'dbias[j] += dy[i, j] -> dbias[j] += dy[(i - 1), j]': LAST_FIRST,
-    'scratch = np.empty((2, position.max() + 1), qkv.dtype) -> '
-    'scratch = np.empty((3, position.max() + 1), qkv.dtype)': LARGER,
-    'scratch = np.empty((2, position.max() + 1), qkv.dtype) -> '
-    'scratch = np.empty((2, position.max() + 2), qkv.dtype)': LARGER,
-    'dweight, dscores = scratch[0, :len(seen)], scratch[1, :len(seen)] -> '
-    'dweight, dscores = scratch[1, :len(seen)], scratch[1, :len(seen)]':
-        'softmax_backward does not read an element again that it has filled',
-    'dweight, dscores = scratch[0, :len(seen)], scratch[1, :len(seen)] -> '
-    'dweight, dscores = scratch[0, :], scratch[1, :len(seen)]': LARGER,
-    'dweight, dscores = scratch[0, :len(seen)], scratch[1, :len(seen)] -> '
-    'dweight, dscores = scratch[0, :len(seen)], scratch[1, :]': LARGER,
     'masks = [1] * (2*L) if masks is None else masks -> '
     'masks = [1] * (3*L) if masks is None else masks': LARGER,
     # train.py
