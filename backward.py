@@ -34,7 +34,7 @@ def mlp_steps_backward(p, X, Y, values):
     C, W1, b1, bngain, bnbias, W2, b2 = (p[name] for name in MLP_PARAMETERS)
     (emb, embcat, hprebn, bnmeani, bndiff, bndiff2, bnvar, bnvar_inv, bnraw, hpreact, h,
      logits, logit_maxes, norm_logits, counts, counts_sum, counts_sum_inv, probs,
-     logprobs) = values.values()
+     logprobs) = values.values()                           # in the order of mlp_steps
     N = len(X)
 
     # loss = -logprobs[range(N), Y].mean(): one element of each row counts, with weight 1 / N
@@ -236,7 +236,7 @@ def cross_entropy_backward(probs, Y):
     return dlogits
 
 
-# ---- The MLP in layers: the lines of mlp(), upside down
+# ---- The MLP in layers: the lines of mlp() in reverse order
 
 def mlp_backward(config, p, batch, acts, g):
     """Fill g, the gradients of the parameters by name, from the activations that mlp() returned."""
@@ -327,7 +327,7 @@ def attention_backward(dctx, qkv, position, ancestors, weights):
     return dsplit.reshape(N, 3*E)
 
 
-# ---- The GPT in layers: the lines of gpt(), upside down
+# ---- The GPT in layers: the lines of gpt() in reverse order
 
 def gpt_backward(config, p, tree, acts, g, masks=None):
     """Fill g, the gradients of the parameters by name, from the activations that gpt() returned."""
@@ -336,7 +336,7 @@ def gpt_backward(config, p, tree, acts, g, masks=None):
     masks = [1] * (2*L) if masks is None else masks        # without dropout all are 1
     layers, raw, inv, last, logits, probs = acts.values()
     dlogits = cross_entropy_backward(probs, tree.Y)        # (B, V)
-    np.dot(dlogits.T, last, out=g['C'])                    # (V, E)  1 of 2: the table as readout
+    np.dot(dlogits.T, last, out=g['C'])                    # (V, E)  1 of 2: as output layer
     dlast = np.dot(dlogits, p['C'])                        # (B, E)
     dnormed = np.zeros_like(raw)                           # (N, E)
     embedding_backward(dlast, tree.predicted_from, dnormed)                     # (N, E)
@@ -357,7 +357,7 @@ def gpt_backward(config, p, tree, acts, g, masks=None):
         dx += norm_backward(dnormed, p['gain'][2*l], raw1, inv1, g['gain'][2*l])            # (N, E)
     g['P'][:] = 0                                          # (T, E)
     embedding_backward(dx, tree.position, g['P'])          # (T, E)
-    embedding_backward(dx, tree.X, g['C'])                 # (V, E)  2 of 2: the table as input
+    embedding_backward(dx, tree.X, g['C'])                 # (V, E)  2 of 2: as embedding
 
 
 # ---- Both models
@@ -391,8 +391,8 @@ TOLERANCE = dict(float64=1e-7, float32=2e-2)
 def slope_along(run, w, direction):
     """The slope of the loss in a direction of w, by differences.
 
-    run() gives the loss and, for a whole model, hpreact > 0. If that differs between the two
-    losses, an input has crossed 0, where a ReLU has no derivative: the slope is NaN.
+    run() gives the loss and, for a whole model, which hpreact are positive. If one of them crosses
+    0 on the way, where a ReLU has no derivative, the slope is NaN.
     """
     distance = DISTANCE[w.dtype.name] * abs(w).max()
     before = w.copy()
@@ -406,11 +406,11 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Check gradients, {name: (w, dw)}: print a row for each. (The first has its title already.)
+    """Check gradients, {name: (w, dw)}: print a row for each, the first behind a title.
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
     Without n every element of w is moved by itself, with n all of w in n random directions.
-    run(name) gives the same two values as run() above; name is the array being moved. An error
+    run(name) gives what run() gives in slope_along; name is the array being moved. An error
     is divided by the largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is
     0, the differences are rounding errors only.
     """
@@ -513,7 +513,7 @@ def prove_steps(config, batch, dtype, rng):
     """Prove the gradients of all values of mlp_steps, in the order of mlp_steps_backward.
 
     mlp_steps is executed line by line; right after the line that computes the value in question,
-    its result is replaced by the moved array. (A moved parameter is in p.)
+    its result is replaced by the moved array. (A parameter is moved in p itself.)
     """
     p = small_random(config, dtype, rng)
     _, values = m.mlp_steps(p, *batch)
@@ -571,9 +571,8 @@ def prove(title, proof, *arguments):
     except Exception as error:
         # Numba's errors begin with lines "Failed in ..." and go on for long: one line is shown.
         said = re.sub('Failed in .*\n', '', str(error)).partition('\n')[0]
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if Path(frame.filename).name in ('model.py', 'backward.py')]
-        place = frames[-1]
+        place = [frame for frame in traceback.extract_tb(error.__traceback__)
+                 if Path(frame.filename).name in ('model.py', 'backward.py')][-1]
         print(f'{type(error).__name__}: {said}\n{"":15}line {place.lineno}: {place.line}')
         return [False]
 
@@ -651,7 +650,7 @@ def main(argv=None):
     for title in args.only:
         proof, *arguments = proofs[title]
         right += prove(title, proof, *arguments, np.dtype(args.dtype), np.random.default_rng(1))
-    if all(right) and args.only is proofs:
+    if all(right) and len(args.only) == len(proofs):
         print('\nMLP without batch norm: how much of the gradient comes through tanh')
         for sizes in dict(embd=10, hidden=64), dict(embd=2, hidden=100):
             for init in 'naive', 'kaiming':

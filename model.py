@@ -26,8 +26,8 @@ import numpy as np
 #   A  attention heads, each of width E/A                                            4
 #   N  rows of a batch. MLP: predictions. GPT: the distinct         32             330 or so
 #      beginnings of its words ("al", "amy" have five: "", a, al, am, amy)
-#   B  predictions of a batch. MLP: N. GPT: more than N, as         32             460 or so
-#      several characters (l, m) may come after one beginning ("a")
+#   B  predictions of a batch. MLP: N. GPT: all characters of       32             460 or so
+#      its words, and the ends ("al", "amy" have seven)
 #   S  attention scores of a head: pairs of a row and one it looks at             1700 or so
 
 # A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus two
@@ -312,8 +312,8 @@ def grow_tree(ids, lengths):
     X = np.empty(len(ids), np.int64)                       # long enough, and cut at the end
     position, Y, predicted_from = np.empty_like(X), np.empty_like(X), np.empty_like(X)
     ancestors = np.empty((lengths * lengths).sum(), np.int64)                   # more than enough
-    # node[k] is the node of the first k characters of the current word. The last of them is
-    # ids[start + k], as ids[start] is the boundary token. Entries shared with the word before stay.
+    # node[k] is the node of the first k characters of the current word; ids[start] is the boundary
+    # token, so character k is ids[start + k]. Entries shared with the word before stay.
     node = np.empty(lengths.max(), np.int64)
     N, S, B, start, start_before = 0, 0, 0, 0, 0
     for length in lengths:
@@ -440,8 +440,8 @@ def gpt(config, p, tree, masks=None):
                            normed2=normed2, raw2=raw2, inv2=inv2, hpreact=hpreact, h=h,
                            gate=gate))
     normed, raw, inv = norm(x, p['gain'][2*L])             # (N, E) (N, E) (N,)
-    last = embedding(normed, tree.predicted_from)          # (B, E)  a row for every prediction
-    logits = np.dot(last, p['C'].T)                        # (B, V)  the readout, tied to C: A.6
+    last = embedding(normed, tree.predicted_from)          # (B, E)  rows of normed
+    logits = np.dot(last, p['C'].T)                        # (B, V)  output layer, tied to C: A.6
     loss, probs = cross_entropy(logits, tree.Y)            # () (B, V)
     return loss, dict(layers=layers, raw=raw, inv=inv, last=last, logits=logits, probs=probs)
 
@@ -476,8 +476,8 @@ def make_parameters(config, rng, dtype=np.float32):
     """
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
-    # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1: so the logit of the
-    # character just read, rarely the next one, is about E std_C / sqrt(2): no more than at E = 64.
+    # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1. So the character just
+    # read has a logit of about E std_C / sqrt(2), though it rarely comes next; std_C limits that.
     std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)

@@ -146,7 +146,7 @@ def plot(model, word):
     image = axes.imshow(probs.T[rows], cmap='Blues', vmin=0, aspect='auto')
     axes.plot(range(n), np.searchsorted(rows, batch.Y), 'o', color='tab:red', fillstyle='none')
     axes.set_xticks(range(n), [f'{text[max(0, i - 2):i + 1]}\n{probs[i, batch.Y[i]]:.0%}'
-                               for i in range(n)], parse_math=False)            # $ is a $
+                               for i in range(n)], parse_math=False)            # draw $ as $
     axes.set_yticks(range(len(rows)), [model.vocabulary[i].translate(SIGNS) for i in rows])
     axes.set(xlabel='after these characters; below: the probability of what came',
              title='Probability of the next character; a circle marks the one that came')

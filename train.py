@@ -183,16 +183,17 @@ def bigram_loss(train_words, words, V):
     smoothed in the same way, by 1 / V.
     """
     pairs = Counter(pair for word in train_words for pair in zip('\0' + word, word + '\0'))
-    count, kinds = Counter(), Counter()
+    counts, kinds = Counter(), Counter()
+    # A character comes before another as often as after one, as both ends of a word are \0.
     for (a, b), times in pairs.items():
-        count[b] += times               # b is followed as often as it follows
+        counts[b] += times
         kinds[a] += 1
-    total, losses = count.total(), []
+    total, losses = counts.total(), []
     for word in words:
         for a, b in zip('\0' + word, word + '\0'):
-            p = (count[b] + len(count) / V) / (total + len(count))              # P(b)
-            if count[a]:
-                p = (pairs[a, b] + kinds[a] * p) / (count[a] + kinds[a])        # P(b | a)
+            p = (counts[b] + len(counts) / V) / (total + len(counts))            # P(b)
+            if counts[a]:
+                p = (pairs[a, b] + kinds[a] * p) / (counts[a] + kinds[a])      # P(b | a)
             losses.append(-math.log(p))
     return sum(losses) / len(losses)
 
@@ -268,8 +269,8 @@ def work(connection, others, config, examples, step, memory, processes, k):
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # `others` are process 0's ends of the pipes, which a fork inherits. They are closed here: with
-    # one open, recv() would not notice that process 0 has died, and would wait for ever.
+    # A fork also gets process 0's ends of the pipes, `others`. They are closed here: if one stayed
+    # open, recv() would wait for ever after process 0 has died.
     for other in others:
         other.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
@@ -321,7 +322,7 @@ def train_step(run, shard, flat, flat_g, g, connections):
         loss, dw = weights @ losses, weights @ flat_g                           # () (size,)
     if config['weight_decay']:
         for name, w in run.p.items():
-            if name[0].isupper():       # matrices only, no gains and biases
+            if name[0].isupper():       # only matrices; gains and biases are in lower case
                 w *= 1 - lr * config['weight_decay']
     run.step += 1
     OPTIMIZERS[config['optimizer']](flat, dw, run.moments, lr, run.step)
@@ -345,20 +346,20 @@ def batchnorm_statistics(p, examples):
 
 def evaluate(model, examples):
     """The mean loss of a model over all examples, in nats a character."""
-    total, count = 0, 0
+    total, N = 0, 0
     size = 4096 if model.config['model'] == 'mlp' else 64  # small enough for the caches
     for begin in range(0, len(examples), size):
         chosen = np.arange(begin, min(begin + size, len(examples)))
         batch = m.BATCH[model.config['model']](examples, chosen)
         total += m.predict(model, batch)[0] * len(batch.Y)
-        count += len(batch.Y)
-    return total / count
+        N += len(batch.Y)
+    return total / N
 
 
 def invent(model, step, n):
     """n words, from a generator of their own, so that training does not depend on them.
 
-    They are fewer if the model ends hardly any word.
+    They are fewer if the model seldom ends a word.
     """
     rng, words = np.random.default_rng((INVENT, model.config['seed'], step)), []
     for _ in range(10):
@@ -449,7 +450,7 @@ def evaluate_run(run, examples):
 
 
 def evaluation_steps(config):
-    """The steps to evaluate after: early ones too, as a small list is soon learnt by heart."""
+    """The steps to evaluate after: early ones too, as a small list is soon memorized."""
     steps, every = config['steps'], config['eval_every']
     if every is None:
         shares = 0.01, 0.02, 0.05, *np.linspace(0.1, 1, 10)
@@ -474,7 +475,7 @@ def caught_signals():
 
 def train(run, examples, out):
     """Train to the last step or a signal, and save to `out`; returns the signals."""
-    config, begun, steps, smooth = run.config, run.step, run.config['steps'], 0.
+    config, first, steps, smooth = run.config, run.step, run.config['steps'], 0.
     evaluations = evaluation_steps(config)
     shapes, size = m.parameter_shapes(config), sum(w.size for w in run.p.values())
     processes = min(config.get('processes', 1), config['batch'], len(examples['train']))
@@ -485,14 +486,14 @@ def train(run, examples, out):
     flat[:] = np.concatenate([w.ravel() for w in run.p.values()])               # (size,)
     run.p, g = m.views(shapes, flat), m.views(shapes, flat_g[0])
     # The first gradient compiles the kernels, before other processes start and need them.
-    shard_gradient(config, run.p, next(batches(config, examples['train'], begun)), g, begun)
-    arguments = config, examples['train'], begun, memory, processes
+    shard_gradient(config, run.p, next(batches(config, examples['train'], first)), g, first)
+    arguments = config, examples['train'], first, memory, processes
     with (caught_signals() as signals, start_processes(*arguments) as connections,
-          tqdm(range(begun, steps), initial=begun, total=steps, unit='step', leave=False,
+          tqdm(range(first, steps), initial=first, total=steps, unit='step', leave=False,
                disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar):
-        for _, shard in zip(bar, batches(config, examples['train'], begun, processes)):
+        for _, shard in zip(bar, batches(config, examples['train'], first, processes)):
             loss = train_step(run, shard, flat, flat_g, g, connections)
-            smooth += (loss - smooth) / min(run.step - begun, 200)              # a running mean
+            smooth += (loss - smooth) / min(run.step - first, 200)              # a running mean
             if run.step % 100 == 0:
                 bar.set_description(f'loss {smooth:.3f}', refresh=False)
             due = run.step in evaluations
@@ -545,7 +546,7 @@ def plot(run, words):
     C = np.pad(run.best.p['C'], ((0, 0), (0, 1)))          # (V, E + 1)  as E may be 1
     U, spread, _ = np.linalg.svd(C - C.mean(0), full_matrices=False)
     places, dots = U[:, :2] * spread[:2], np.full(len(C), 4)              # (V, 2) (V,)
-    text = '\0'.join(words)
+    text = '\0'.join(words)             # the ends of words are counted, too
     for character in sorted(run.vocabulary, key=text.count, reverse=True)[:100]:  # most frequent
         i = run.vocabulary.index(character)
         right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
@@ -574,7 +575,7 @@ DEFAULTS = dict(
 def fitted(kind, n, V):
     """What is better than DEFAULTS for a list of only n words with V characters.
 
-    A short list is soon learnt by heart: the shorter, the fewer steps and the more weight decay. If
+    A short list is soon memorized: the shorter, the fewer steps and the more weight decay. If
     most characters are rare, as in Chinese, fewer steps still. Found by trial on some 80 lists.
     """
     if n >= 16000:
@@ -697,7 +698,7 @@ def resume(given, out):
     if config['steps'] < run.step:
         raise UserError(f"--steps {config['steps']}: {out} is at step {run.step} already")
     data = config['data'] or m.NAMES
-    words, sha256 = read_words(data, config['longest'])    # no longer word was kept
+    words, sha256 = read_words(data, config['longest'])    # longer ones were skipped
     if sha256 != config['sha256']:
         raise UserError(f'{data} has changed since {out} was begun: start a new run')
     log(f'going on from step {run.step} of {out}')
@@ -753,7 +754,7 @@ def main(argv=None):
     print(*invent(run.best, run.step, 10), sep='\n')
     dev_losses = [dev for _, _, dev in run.history]
     if len(dev_losses) > 1 and dev_losses[0] == min(dev_losses):
-        log('warning: the first evaluation was the best; after it words were learnt by heart: try '
+        log('warning: the first evaluation was the best; after it words were memorized: try '
             'fewer --steps, a smaller model, or --from a checkpoint of a larger list')
     elif min(dev_losses) > bigrams:
         log('warning: counting pairs of characters is better than this model: try more --steps')

@@ -84,7 +84,7 @@ def test_every_mistake_is_caught(capsys):
 
 @pytest.mark.slow
 def test_training_hardly_sees_three_of_them_and_likes_one_that_looks_ahead(capsys):
-    near = numbered("only one gradient", "no copy", "the tied table: no gradient as the readout")
+    near = numbered("only one gradient", "no copy", "the tied table: no gradient as the output")
     ahead, = numbered("a node reads")
     assert mistakes.main(["--only", *near, ahead]) == 0
     printed = capsys.readouterr().out
