@@ -102,8 +102,8 @@ def mlp_steps_backward(p, X, Y, values):
 # ---- Layers of the MLP
 # dy is the gradient of a layer's output. A backward function returns the gradient of the layer's
 # input, and writes those of its parameters into the arrays that it is given (dW, db, ...). It gives
-# the product of dy and the Jacobian (the derivative of every output by every input), which is never
-# built: for tanh it would have (N*H)^2 numbers, and only N*H of them not 0.
+# the product of dy and the Jacobian (the derivatives of all outputs with respect to all inputs),
+# which is never built: for tanh it would have (N*H)^2 numbers, and only N*H of them not 0.
 
 @kernel
 def add_at(dC, ids, drows):
@@ -392,7 +392,7 @@ def slope_along(run, w, direction):
     """The slope of the loss in a direction of w, by differences.
 
     run() gives the loss and, for a whole model, which hpreact are positive. If one of them crosses
-    0 on the way, where a ReLU has no derivative, the slope is NaN.
+    0 on the way, where a ReLU has no derivative, the slope is NaN, which compare() leaves out.
     """
     distance = DISTANCE[w.dtype.name] * abs(w).max()
     before = w.copy()
@@ -406,11 +406,11 @@ def slope_along(run, w, direction):
 
 
 def compare(run, blocks, rng, n=None):
-    """Check gradients, {name: (w, dw)}: print a row for each, the first behind a title.
+    """Check gradients, {name: (w, dw)}: print a row for each, the first after a title.
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
     Without n every element of w is moved by itself, with n all of w in n random directions.
-    run(name) gives what run() gives in slope_along; name is the array being moved. An error
+    run(name) is the run() of slope_along for the array of that name. An error
     is divided by the largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is
     0, the differences are rounding errors only.
     """
@@ -418,7 +418,7 @@ def compare(run, blocks, rng, n=None):
     for name, (w, dw) in blocks.items():
         indent = ' ' * 15 if right else ''
         print(f'{indent}{"d" + name:<16} {str(w.shape):<12} ', end='')
-        # tests/exercise.py replaces a line to be written by dX = ... (Python's Ellipsis object).
+        # In tests/exercise.py a line left out is `dX = ...`: then dX is Python's Ellipsis object.
         if dw is ... or np.shape(dw) != w.shape:
             print('not written yet' if dw is ... else f'WRONG: its shape is {np.shape(dw)}')
             right.append(None if dw is ... else False)
@@ -512,15 +512,15 @@ def small_random(config, dtype, rng):
 def prove_steps(config, batch, dtype, rng):
     """Prove the gradients of all values of mlp_steps, in the order of mlp_steps_backward.
 
-    mlp_steps is executed line by line; right after the line that computes the value in question,
-    its result is replaced by the moved array. (A parameter is moved in p itself.)
+    To move a value in the middle, mlp_steps is executed line by line: after the line that computes
+    the value, it is replaced by the moved array. (A parameter is moved in p itself.)
     """
     p = small_random(config, dtype, rng)
     _, values = m.mlp_steps(p, *batch)
     gradients = mlp_steps_backward(p, *batch, values)
-    tree = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
+    function = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
     lines = []                                             # (name assigned, code)
-    for line in tree.body[1:-1]:                           # no docstring, no return
+    for line in function.body[1:-1]:                         # no docstring, no return
         code = compile(ast.Module([line], []), 'mlp_steps', 'exec')
         lines.append((ast.unparse(line.targets[0]), code))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
 
-for library in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
-    os.environ.setdefault(library, '1')     # a matrix product takes one core
+for variable in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
+    os.environ.setdefault(variable, '1')     # a matrix product takes one core
 
 import numba
 import numpy as np
@@ -30,8 +30,8 @@ import numpy as np
 #      its words, and the ends ("al", "amy" have seven)
 #   S  attention scores of a head: pairs of a row and one it looks at             1700 or so
 
-# A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus two
-# facts of the data: vocab_size and longest, the length of the longest word.
+# A configuration, `config`, is one of these dicts of defaults, plus the user's choices, plus
+# facts of the data, such as vocab_size and longest, the length of the longest word.
 MLP_DEFAULTS = dict(model='mlp', context=3, embd=10, hidden=64, act='tanh', batchnorm=True,
                     init='kaiming')
 GPT_DEFAULTS = dict(model='gpt', context=16, embd=64, layers=4, heads=4, act='gelu', norm='rmsnorm',
@@ -284,7 +284,7 @@ def mlp(config, p, batch, statistics=None):
 # ---- Batches of the GPT: a prefix tree
 # The GPT predicts a character from all characters before it. What it computes for the beginning of
 # a word does not depend on what follows, so words that begin alike share it. A batch is the prefix
-# tree (trie) of its words: every distinct beginning is a node, and has one row in every activation.
+# tree (trie) of its sorted words: every distinct beginning is a node, and one row of activations.
 # "al" and "amy" have five nodes and seven predictions:
 #   beginning       ""  a   al  am  amy
 #   node            0   1   2   3   4
@@ -370,7 +370,7 @@ def rmsnorm(x, gain):
 
 
 def layernorm(x, gain):
-    """RMSNorm after each row of x (N,E) is brought to mean 0: RMS = standard deviation. A.4."""
+    """RMSNorm of x (N,E) minus its row means: RMS = standard deviation. Source: A.4."""
     return rmsnorm(x - x.mean(1, keepdims=True), gain)
 
 
@@ -461,7 +461,7 @@ def parameter_shapes(config):
 
 
 def views(shapes, flat):
-    """The parts of a flat vector as arrays, by name. An optimizer loops over the vector."""
+    """The parts of a flat vector as arrays, by name; an optimizer loops over the same memory."""
     sizes = [prod(shape) for shape in shapes.values()]
     parts = np.split(flat, np.cumsum(sizes)[:-1])
     return {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts)}
@@ -476,9 +476,9 @@ def make_parameters(config, rng, dtype=np.float32):
     """
     shapes = parameter_shapes(config)
     p = views(shapes, np.zeros(sum(map(prod, shapes.values())), dtype))
-    # In the GPT x begins as C[id] + P, and the last norm brings it to RMS 1. So the character just
-    # read has a logit of about E std_C / sqrt(2), though it rarely comes next; std_C limits that.
-    std_C = 0.1 if config['model'] == 'mlp' else min(0.1, 6.4 / config['embd'])
+    # The output layer of the GPT is C, too. As x begins as C[id] + P and ends with RMS 1, the
+    # character just read has a logit of about E std_C / sqrt(2): in a wide GPT too much.
+    std_C = 0.1 if config['model'] == 'mlp' else 0.1 * min(1, 64 / config['embd'])
     # A small W2 makes all characters about as likely. Small Wo and Wdown add little to embeddings.
     factors = dict(C=std_C, P=std_C, W1=0.5, W2=0.2, Wqkv=1, Wo=0.3*std_C, Wup=1, Wdown=0.3*std_C)
     for name, w in p.items():
@@ -542,9 +542,9 @@ def choose(logits, u, temperature, top_k, top_p):
 def generate(model, n, rng, temperature=1., top_k=0, top_p=0., prefix='', max_len=None):
     """Up to n words: those that end within max_len characters. No word is empty.
 
-    They grow together, by a character at a time. max_len is by default the prefix and as many
-    characters as the longest word has. The words are in Unicode's NFC, where é is one character.
-    For temperature, top_k and top_p see choose().
+    They grow together, by a character at a time. By default max_len is len(prefix) plus the length
+    of the longest word. The words are in Unicode's NFC, where é is one character. For temperature,
+    top_k and top_p see choose().
     """
     longest = max_len if max_len else len(prefix) + model.config['longest']
     if model.config['model'] == 'gpt':

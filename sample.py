@@ -155,7 +155,7 @@ def plot(model, word):
         maps = part.subplots(L, A, squeeze=False)
         for (l, head), axes in np.ndenumerate(maps):
             weights = np.full((n, n), np.nan)              # (n, n)
-            # A character looks at those before it and itself: the lower triangle, row by row.
+            # In a single word a character looks at all before it: the lower triangle, row by row.
             weights[np.tril_indices(n)] = layers[l]['weights'][head]            # (S,)
             image = axes.imshow(weights, cmap='Blues', vmin=0, vmax=1)
             axes.set(xticks=range(n), xticklabels=text, xlabel=f'head {head + 1}',

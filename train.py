@@ -184,7 +184,7 @@ def bigram_loss(train_words, words, V):
     """
     pairs = Counter(pair for word in train_words for pair in zip('\0' + word, word + '\0'))
     counts, kinds = Counter(), Counter()
-    # A character comes before another as often as after one, as both ends of a word are \0.
+    # counts[c] is also how often c comes first in a pair, as both ends of a word are \0.
     for (a, b), times in pairs.items():
         counts[b] += times
         kinds[a] += 1
@@ -198,8 +198,9 @@ def bigram_loss(train_words, words, V):
     return sum(losses) / len(losses)
 
 
-# Random generators have tuples as seeds: (FIRST_VALUES, seed), (ORDER, seed, epoch),
-# (DROPOUT, seed, step, k) and (INVENT, seed, step): seed is --seed, k the number of the process.
+# Each use of random numbers has its own generator, with a tuple as seed: (FIRST_VALUES, seed),
+# (ORDER, seed, epoch), (DROPOUT, seed, step, k) and (INVENT, seed, step). Here seed is --seed, and
+# k the number of the process.
 FIRST_VALUES, ORDER, DROPOUT, INVENT = range(4)
 
 
@@ -262,17 +263,17 @@ def shard_gradient(config, p, shard, g, step, k=0):
     return backward.gradient(config, p, shard, g, masks)[0]
 
 
-def work(connection, others, config, examples, step, memory, processes, k):
+def work(connection, to_close, config, examples, step, memory, processes, k):
     """What process k does: at each message it computes its shard, and answers with the loss.
 
     `memory` is shared by all processes: the parameters, then a gradient for each process.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)              # process 0 handles them
-    # A fork also gets process 0's ends of the pipes, `others`. They are closed here: if one stayed
-    # open, recv() would wait for ever after process 0 has died.
-    for other in others:
-        other.close()
+    # to_close: process 0's ends of the pipes, of which a fork gets copies. If one stayed open,
+    # recv() would wait for ever after process 0 has died.
+    for copy in to_close:
+        copy.close()
     shared = np.frombuffer(memory, np.float32).reshape(processes + 1, -1)
     p = m.views(m.parameter_shapes(config), shared[0])
     g = m.views(m.parameter_shapes(config), shared[k + 1])
@@ -296,7 +297,7 @@ def start_processes(config, examples, step, memory, processes):
             started[-1].start()
             theirs.close()
         yield connections
-    except (EOFError, ConnectionError):                    # send() or recv() in train_step failed
+    except (EOFError, ConnectionError):                    # by send() or recv() in train_step
         raise UserError('a process of this run has died; --resume goes on from the last checkpoint')
     finally:
         for process in started:
@@ -551,7 +552,7 @@ def plot(run, words):
         i = run.vocabulary.index(character)
         right.text(*places[i], character.translate(SIGNS), ha='center', va='center')
         dots[i] = 0
-    # matplotlib sets the limits of axes by dots, also of size 0, but not by texts.
+    # Dots of size 0 under the texts, too: only dots set the limits of the axes.
     right.scatter(*places.T, dots, '0.7', label='rarer characters')
     if dots.any():
         right.legend()
@@ -568,8 +569,9 @@ MODEL_DEFAULTS = dict(mlp=m.MLP_DEFAULTS, gpt=m.GPT_DEFAULTS)
 DEFAULTS = dict(
     mlp={**m.MLP_DEFAULTS, **TRAINING_DEFAULTS, 'steps': 110000, 'batch': 32, 'lr': 0.002,
          'weight_decay': 0., 'backward': 'layers'},
-    gpt={**m.GPT_DEFAULTS, **TRAINING_DEFAULTS, 'context': None, 'steps': 4000, 'batch': 64,
-         'lr': 0.003, 'weight_decay': 0.1, 'dropout': 0., 'processes': min(2, os.cpu_count() or 1)})
+    gpt={**m.GPT_DEFAULTS, **TRAINING_DEFAULTS, 'context': None,           # longest word + 1
+         'steps': 4000, 'batch': 64, 'lr': 0.003, 'weight_decay': 0.1, 'dropout': 0.,
+         'processes': min(2, os.cpu_count() or 1)})
 
 
 def fitted(kind, n, V):
@@ -628,7 +630,7 @@ def parse(argv):
     add('--weight-decay', type=number(float, 0), metavar='F', help='as in AdamW (mlp 0, gpt 0.1)')
     add('--dropout', type=number(float, 0, 0.99), metavar='F', help='dropout rate (gpt 0)')
     add('--seed', type=number(int, 0), metavar='N', help='of all random numbers (1)')
-    add('--eval-every', type=number(int, 0), metavar='N', help='0: at the end (13 times a run)')
+    add('--eval-every', type=number(int, 0), metavar='N', help='0: only at the end (13 times)')
     add('--backward', choices=['layers', 'steps'], help='steps: one operation at a time (layers)')
     add('--processes', type=number(int, 1, 64), metavar='N', help='to share a batch (gpt 2)')
     add('--from', metavar='FILE.npz', help='begin with the parameters of this checkpoint')

@@ -392,7 +392,7 @@ def test_flags_that_mean_nothing_to_the_model_are_named(refused, steps_taken, ki
 
 def test_help_states_the_defaults(monkeypatch):
     """Some defaults depend on the data or the machine: they are here as the help describes them."""
-    described = dict(data="data/names.txt", eval_every="13 times a run", batchnorm="yes",
+    described = dict(data="data/names.txt", eval_every="13 times", batchnorm="yes",
                      model="mlp")
     helps, real = {}, train.argparse.ArgumentParser.add_argument
 
