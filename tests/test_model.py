@@ -384,6 +384,8 @@ def test_encode_puts_boundaries_around_words_and_refuses_unknown_characters():
     assert m.encode(['ba', '', 'b'], '\0ab') == [[0, 2, 1, 0], [0, 0], [0, 2, 0]]
     with pytest.raises(KeyError, match='z'):
         m.encode(['ab', 'az'], '\0ab')
+    with pytest.raises(KeyError):
+        m.encode(['a\0b'], '\0ab')     # the boundary token is no character
 
 
 @pytest.mark.parametrize('T', [1, 3, 8])
