@@ -520,7 +520,7 @@ def prove_steps(config, batch, dtype, rng):
     gradients = mlp_steps_backward(p, *batch, values)
     function = ast.parse(inspect.getsource(m.mlp_steps)).body[0]
     lines = []                                             # (name assigned, code)
-    for line in function.body[1:-1]:                         # no docstring, no return
+    for line in function.body[1:-1]:                       # no docstring, no return
         code = compile(ast.Module([line], []), 'mlp_steps', 'exec')
         lines.append((ast.unparse(line.targets[0]), code))
 

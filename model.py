@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 for variable in 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS':
-    os.environ.setdefault(variable, '1')     # a matrix product takes one core
+    os.environ.setdefault(variable, '1')    # a matrix product takes one core
 
 import numba
 import numpy as np
@@ -272,8 +272,8 @@ def mlp(config, p, batch, statistics=None):
     elif statistics:
         scale = p['bngain'] / np.sqrt(statistics['bnvar'] + 1e-5)                # (H,)
         hpreact = scale * (hprebn - statistics['bnmean']) + p['bnbias']          # (N, H)
-    else:
-        hpreact, bnraw, bnvar_inv = batchnorm(hprebn, p['bngain'], p['bnbias']) # (N, H) (N, H) (H,)
+    else:                                                  # (N, H) (N, H) (H,)
+        hpreact, bnraw, bnvar_inv = batchnorm(hprebn, p['bngain'], p['bnbias'])
     h, gate = ACTIVATIONS[config['act']](hpreact)          # (N, H) (N, H)
     logits = linear(h, p['W2'], p['b2'])                   # (N, V)
     loss, probs = cross_entropy(logits, batch.Y)           # () (N, V)

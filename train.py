@@ -191,9 +191,9 @@ def bigram_loss(train_words, words, V):
     total, losses = counts.total(), []
     for word in words:
         for a, b in zip('\0' + word, word + '\0'):
-            p = (counts[b] + len(counts) / V) / (total + len(counts))            # P(b)
+            p = (counts[b] + len(counts) / V) / (total + len(counts))              # P(b)
             if counts[a]:
-                p = (pairs[a, b] + kinds[a] * p) / (counts[a] + kinds[a])      # P(b | a)
+                p = (pairs[a, b] + kinds[a] * p) / (counts[a] + kinds[a])        # P(b | a)
             losses.append(-math.log(p))
     return sum(losses) / len(losses)
 
