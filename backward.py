@@ -410,9 +410,9 @@ def compare(run, blocks, rng, n=None):
 
     Returns a list: True for a right gradient, False for a wrong one, None for one not written yet.
     Without n every element of w is moved by itself, with n all of w in n random directions.
-    run(name) is the run() of slope_along for the array of that name. An error
-    is divided by the largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is
-    0, the differences are rounding errors only.
+    run(name) is the run() of slope_along for the array of that name. An error is divided by the
+    largest gradient, or by 0.01 max(1, loss) if that is more: where a gradient is 0, the
+    differences are rounding errors only.
     """
     right = []
     for name, (w, dw) in blocks.items():

@@ -23,11 +23,18 @@ except ImportError:
     jax = None
 
 
+FILLERS = 0, -100       # what pads the ids that are read, and those to predict
+
+
+def pad(rows, T, filler):
+    """An array (n,T) of rows of ids, filled up at their ends."""
+    return np.array([np.pad(ids, (0, T - len(ids)), constant_values=filler) for ids in rows])
+
+
 def padded(kind, shards):
     """A batch as two arrays of ids: those read, and those to predict.
 
-    Names (n,T) are padded to the longest of them: with 0 where they are read, with -100 where they
-    are predicted.
+    Names (n,T) are padded to the longest of them.
     """
     if kind == 'mlp':
         return list(shards[0])
@@ -36,8 +43,7 @@ def padded(kind, shards):
         begins = np.flatnonzero(tree.position[tree.predicted_from] == 0)[1:]
         names += zip(np.split(tree.X[tree.predicted_from], begins), np.split(tree.Y, begins))
     T = max(len(X) for X, _ in names)
-    return [np.array([np.pad(ids, (0, T - len(ids)), constant_values=filler) for ids in side])
-            for side, filler in zip(zip(*names), (0, -100))]
+    return [pad(side, T, filler) for side, filler in zip(zip(*names), FILLERS)]
 
 
 # ---- PyTorch
@@ -180,40 +186,49 @@ def jax_update(config):
     return update
 
 
-def jax_steps(job, how):
-    """JAX, compiled: with 'jit' one call a step, with 'scan' one call for the whole loop.
-
-    A loop that is compiled needs batches of the same shape: names are padded to the longest of all.
-    """
-    config, update = job.config, jax_update(job.config)
-    batches = [padded(config['model'], shards) for shards in job.batches]
+def jax_start(job):
+    """The state before the first step, a function that takes a step, and the batches."""
     p = {name: jnp.array(w) for name, w in job.run.p.items()}
     moments = [jax.tree.map(jnp.zeros_like, p) for _ in range(2)]
-    state = (p, *moments, jnp.zeros((), jnp.float32))
-    if how == 'scan':
-        T = max(X.shape[-1] for X, _ in batches)
-        X, Y = (np.array([np.pad(ids, ((0, 0), (0, T - ids.shape[1])), constant_values=filler)
-                          if config['model'] == 'gpt' else ids for ids in side])
-                for side, filler in zip(zip(*batches), (0, -100)))
-        X, Y, loop = jnp.array(X), jnp.array(Y), jax.jit(
-            lambda state, X, Y, lrs: jax.lax.scan(update, state, (X, Y, lrs)), donate_argnums=0)
-        for begin in count(0, len(batches)):
-            rates = [train.learning_rate(config, begin + i) for i in range(len(batches))]
-            state, losses = loop(state, X, Y, np.array(rates, np.float32))
-            yield losses.block_until_ready()
+    batches = [padded(job.config['model'], shards) for shards in job.batches]
+    return (p, *moments, jnp.zeros((), jnp.float32)), jax_update(job.config), batches
+
+
+def jax_jit(job):
+    """JAX, compiled: one call a step."""
+    state, update, batches = jax_start(job)
     batches = [[jnp.array(ids) for ids in batch] for batch in batches]
-    step_once = jax.jit(update, donate_argnums=0)
+    compiled = jax.jit(update, donate_argnums=0)
     for step in count():
-        lr = np.float32(train.learning_rate(config, step))
-        state, loss = step_once(state, (*batches[step % len(batches)], lr))
+        lr = np.float32(train.learning_rate(job.config, step))
+        state, loss = compiled(state, (*batches[step % len(batches)], lr))
         if (step + 1) % len(batches) == 0:                 # a call may return before it has ended
             loss.block_until_ready()
         yield loss
 
 
+def jax_scan(job):
+    """JAX, compiled: one call for a loop over all batches.
+
+    They have to be of the same shape: names are padded to the longest of all.
+    """
+    state, update, batches = jax_start(job)
+    if job.config['model'] == 'gpt':
+        T = max(X.shape[1] for X, _ in batches)
+        batches = [[pad(side, T, filler) for side, filler in zip(batch, FILLERS)]
+                   for batch in batches]
+    X, Y = (jnp.array(np.stack(side)) for side in zip(*batches))
+    compiled = jax.jit(lambda state, *batches: jax.lax.scan(update, state, batches),
+                       donate_argnums=0)
+    for begin in count(0, len(batches)):
+        rates = [train.learning_rate(job.config, begin + i) for i in range(len(batches))]
+        state, losses = compiled(state, X, Y, np.array(rates, np.float32))
+        yield losses.block_until_ready()
+
+
 def jax_ways(job, cores):
     """{what it is: a generator of steps} for JAX, which takes as many threads as it wants."""
-    return {how: jax_steps(job, how) for how in ('jit', 'scan')}
+    return {'jit': jax_jit(job), 'scan': jax_scan(job)}
 
 
 RIVALS = {'PyTorch': torch_ways} if torch else {}
